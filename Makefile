@@ -1,0 +1,79 @@
+# make demo         train a small model in each precision, see the table and the plot
+# make test         all checks and tests, as on every push
+# make test-latest  the notebooks and tests with today's newest fastai and torch, without nbdev
+# make readme       README.md from index.ipynb
+# make notebooks    run every notebook and keep the outputs
+# make lint types   the quick checks; pyright
+# make clean        take away the environments and what was built
+
+PYTHON ?= python3
+DATA ?= photos
+WORKERS ?= 2
+TODAY := $(shell date +%F)
+INSTALL_FROM := settings.ini setup.py
+
+.PHONY: demo test test-latest readme notebooks lint types clean
+
+# A shell of our own choice: make then looks for programs on the path set here, in every version.
+SHELL := /bin/bash
+demo test readme notebooks lint types: export PATH := $(CURDIR)/.venv/bin:$(PATH)
+test-latest: export PATH := $(CURDIR)/.venv-latest/bin:$(PATH)
+
+# The developing environment can do all that the user's can.
+demo: $(if $(wildcard .venv/.dev),.venv/.dev,.venv/.user)
+	mixedfp_compare --data $(DATA)
+
+test: .venv/.dev
+	python tools/unchanged.py nbdev_export
+	python tools/unchanged.py nbdev_clean
+	python tools/unchanged.py nbdev_clean --fname index.ipynb
+	python tools/readme.py --check
+	$(MAKE) --no-print-directory lint
+	python tools/run_notebooks.py --nbdev --workers $(WORKERS)
+	pytest -q tests
+
+lint: .venv/.dev
+	ruff check nbs mixedfp index.ipynb tests tools
+	python tools/check_layers.py
+	python tools/check_tests.py
+
+types: .venv/.dev
+	pyright
+
+test-latest: .venv-latest/.installed-$(TODAY)
+	python tools/run_notebooks.py --workers $(WORKERS)
+	pytest -q tests
+
+readme: .venv/.dev
+	python tools/readme.py
+
+notebooks: .venv/.dev
+	python tools/run_notebooks.py --write
+	nbdev_clean
+	nbdev_clean --fname index.ipynb
+
+clean:
+	rm -rf .venv .venv-latest build dist *.egg-info _proc _docs .pytest_cache .ruff_cache .hypothesis
+
+# A stamp in each environment says what was installed, so that the second time is quick.
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv-latest/bin/python:
+	$(PYTHON) -m venv .venv-latest
+
+.venv/.user: $(INSTALL_FROM) | .venv/bin/python
+	@echo "installing mixedfp into .venv: a few minutes the first time"
+	.venv/bin/python -m pip install -qq -e .
+	@touch $@
+
+.venv/.dev: $(INSTALL_FROM) | .venv/bin/python
+	@echo "installing mixedfp and its development tools into .venv: a few minutes the first time"
+	.venv/bin/python -m pip install -qq -e '.[dev]'
+	@touch $@
+
+.venv-latest/.installed-$(TODAY): $(INSTALL_FROM) | .venv-latest/bin/python
+	@echo "installing today's newest packages into .venv-latest: a few minutes the first time"
+	.venv-latest/bin/python -m pip install -qq -U --upgrade-strategy eager -e . \
+	    pytest hypothesis nbconvert ipykernel nbformat
+	@touch $@

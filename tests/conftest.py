@@ -1,0 +1,37 @@
+"""What all tests share: seeds, threads, and the way to the pictures."""
+
+import os
+import random
+from pathlib import Path
+
+os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+# The same examples on each run; no deadline, since a busy machine is no bug.
+settings.register_profile("mixedfp", deadline=None, derandomize=True)
+settings.load_profile("mixedfp")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    """Every test starts from the same random numbers, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def cifar10_path() -> Path:
+    """The folder that holds CIFAR-10's `train` and `test`; without it the test is skipped."""
+    path = os.environ.get("CIFAR10_PATH")
+    if not path:
+        pytest.skip("CIFAR10_PATH is not set")
+    if not (Path(path) / "train").is_dir():
+        pytest.fail(f"CIFAR10_PATH={path} has no folder `train`; it names the folder that does")
+    return Path(path)

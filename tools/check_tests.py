@@ -1,0 +1,62 @@
+"""Finds what no test and no kept output may hold.
+
+fastcore's `test_eq`, `test_eq_type` and `test_close` call a float16 tensor equal to a float32 one:
+in this library they test nothing. `assert_same` of `mixedfp.testing` looks at the dtype too.
+An output with an error in it, or with a path of the machine it ran on, is no page to publish.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+from notebooks import ROOT, all_notebooks
+
+BANNED = re.compile(r"\btest_(eq_type|eq|close)\b")
+MACHINE = re.compile(r"(?<![\w.])/(work|root|tmp|home)/\S*")
+
+
+def banned_tests(source: str) -> Iterator[str]:
+    """Say which banned comparisons stand in `source`."""
+    for found in sorted(set(BANNED.findall(source))):
+        yield f"test_{found} does not see dtypes: use assert_same, or assert_close of torch.testing"
+
+
+def texts(output: nbformat.NotebookNode) -> Iterator[str]:
+    """Yield the texts of `output`; pictures are left out, their letters mean nothing."""
+    yield output.get("text", "")
+    for kind, value in output.get("data", {}).items():
+        if not kind.startswith("image/"):
+            yield str(value)
+
+
+def bad_outputs(cell: nbformat.NotebookNode) -> Iterator[str]:
+    """Say what is wrong with the kept outputs of `cell`."""
+    for output in cell.outputs:
+        if output.output_type == "error":
+            yield f"its output is an error: {output.ename}: {output.evalue}"
+        for path in {found[0] for text in texts(output) for found in MACHINE.finditer(text)}:
+            yield f"its output names a path of one machine: {path}"
+
+
+def check_notebook(path: Path) -> Iterator[str]:
+    """Say what is wrong in the notebook at `path`."""
+    for number, cell in enumerate(nbformat.read(path, as_version=4).cells):
+        if cell.cell_type == "code":
+            for text in [*banned_tests(cell.source), *bad_outputs(cell)]:
+                yield f"{path.relative_to(ROOT)}, cell {number}: {text}"
+
+
+def main() -> int:
+    """Check all notebooks and tests."""
+    found = [text for path in all_notebooks() for text in check_notebook(path)]
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        found += [f"{path.relative_to(ROOT)}: {text}" for text in banned_tests(source)]
+    print("\n".join(found) if found else "tests and outputs: nothing that should not be there")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

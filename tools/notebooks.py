@@ -1,0 +1,34 @@
+"""Which notebooks the project has, and which of their cells carry which directives."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_directive = re.compile(r"^\s*#\s*\|\s*(.*?)\s*$")
+
+
+def all_notebooks() -> list[Path]:
+    """List `index.ipynb` and all of `nbs/`, without what Jupyter and nbdev keep beside them."""
+    found = [ROOT / "index.ipynb", *sorted((ROOT / "nbs").rglob("*.ipynb"))]
+    hidden = re.compile(r"(^|/)[_.]")
+    return [p for p in found if p.exists() and not hidden.search(p.relative_to(ROOT).as_posix())]
+
+
+def directives(source: str) -> list[str]:
+    """Read the `#| …` lines that `source` starts with, without their marker."""
+    found = []
+    for line in source.splitlines():
+        match = _directive.match(line)
+        if match:
+            found.append(match[1])
+        elif line.strip():
+            break
+    return found
+
+
+def without_directives(source: str) -> str:
+    """Give `source` without the `#| …` lines it starts with."""
+    lines = source.splitlines()
+    while lines and (_directive.match(lines[0]) or not lines[0].strip()):
+        lines.pop(0)
+    return "\n".join(lines)

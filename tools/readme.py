@@ -1,0 +1,82 @@
+"""Writes README.md, and its pictures in index_files/, from the outputs kept in index.ipynb.
+
+nbdev's own way needs Quarto, a program that no package registry carries.
+`--check` writes nothing; it fails when README.md is not in step with the notebook. The site's front
+page is the same text: Quarto asks for it with `--to`.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+from nbconvert import MarkdownExporter
+from notebooks import ROOT, directives, without_directives
+
+PICTURES = "index_files"
+# What a page on GitHub shows best, first.
+PRIORITY = ["text/markdown", "image/png", "image/jpeg", "image/svg+xml", "text/html", "text/plain"]
+HIDDEN = {"hide", "include: false", "include:false"}
+
+
+def shown(cell: nbformat.NotebookNode) -> bool:
+    """Say if `cell` belongs on the page."""
+    if cell.cell_type == "raw":
+        return False
+    return cell.cell_type != "code" or not HIDDEN.intersection(directives(cell.source))
+
+
+def render(path: Path) -> dict[str, bytes]:
+    """Give the content of each file, by its name, that the notebook at `path` makes."""
+    nb = nbformat.read(path, as_version=4)
+    nb.cells = [cell for cell in nb.cells if shown(cell)]
+    nb.metadata.language_info = {"name": "python"}  # which nbdev_clean takes out
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            cell.source = without_directives(cell.source)
+            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+    exporter = MarkdownExporter()
+    exporter.display_data_priority = PRIORITY
+    resources = {"output_files_dir": PICTURES, "unique_key": "figure"}
+    text, resources = exporter.from_notebook_node(nb, resources)
+    # fastai's and pandas' tables bring a style sheet, which GitHub would show as text
+    text = re.sub(r"\s*<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r"^[ \t]+$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\n{3,}", "\n\n", text).strip()
+    note = f"<!-- Written by tools/readme.py from {path.name}: edit that, then `make readme`. -->"
+    # nbconvert names pictures with the separator of the system it runs on
+    pictures = {Path(name).as_posix(): data for name, data in resources["outputs"].items()}
+    return {"README.md": f"{note}\n\n{text}\n".encode(), **pictures}
+
+
+def main() -> int:
+    """Write the files, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if out of step")
+    parser.add_argument("--to", type=Path, default=ROOT, help="another folder to write into")
+    args = parser.parse_args()
+    folder = args.to
+    wanted = render(ROOT / "index.ipynb")
+    present = {"README.md", *(f"{PICTURES}/{p.name}" for p in (folder / PICTURES).glob("*"))}
+    stale = sorted(present - wanted.keys())
+    changed = [
+        name
+        for name, data in wanted.items()
+        if not (folder / name).exists() or (folder / name).read_bytes() != data
+    ]
+    if args.check:
+        for name in stale + changed:
+            print(f"{name} is not in step with index.ipynb: run `make readme`")
+        return 1 if stale or changed else 0
+    for name in stale:
+        (folder / name).unlink()
+    for name in changed:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(wanted[name])
+        print(f"wrote {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
