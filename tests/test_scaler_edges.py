@@ -1,0 +1,131 @@
+"""The edges of `LossScaler`: fused optimizers, closures, scales set by hand, odd settings."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.scaler import LossScaler
+
+
+def make_opt(**kwargs):
+    w = nn.Parameter(torch.zeros(2))
+    return w, torch.optim.SGD([w], lr=1.0, **kwargs)
+
+
+def iterate(scaler, w, opt, v):
+    scaler.scale(torch.zeros(()))
+    w.grad = torch.full((2,), float(v))
+    scaler.step(opt)
+    scaler.update()
+
+
+def test_fused_optimizers_are_counted():
+    scaler = LossScaler("cpu", max_skips=3)
+    w, opt = make_opt(fused=True)
+    iterate(scaler, w, opt, math.inf)
+    assert scaler.skipped == [0] and scaler.record.scale == scaler.get_scale() == 2.0**15
+
+
+def test_fused_hopeless():
+    scaler = LossScaler("cpu", max_skips=3)
+    w, opt = make_opt(fused=True)
+    with pytest.raises(MixedPrecisionError):
+        for _ in range(3):
+            iterate(scaler, w, opt, math.inf)
+
+
+def test_found_nonfinite_asked_early():
+    scaler = LossScaler("cpu")
+    w, opt = make_opt()
+    scaler.scale(torch.zeros(()))
+    w.grad = torch.full((2,), math.inf)
+    scaler.found_nonfinite(opt)
+    scaler.step(opt)
+    assert w.isfinite().all()
+
+
+def test_positional_closure_never_on_scaled_gradients():
+    scaler = LossScaler("cpu", 1024.0)
+    w, opt = make_opt()
+
+    def closure():
+        opt.zero_grad()
+        loss = w.sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    closure()
+    with pytest.raises(RuntimeError, match="[Cc]losure"):
+        scaler.step(opt, closure)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_new_scale_is_checked(bad):
+    scaler = LossScaler("cpu")
+    w, opt = make_opt()
+    iterate(scaler, w, opt, 1)
+    with pytest.raises(ValueError):
+        scaler.update(bad)
+
+
+def test_new_scale_may_be_an_int():
+    scaler = LossScaler("cpu")
+    w, opt = make_opt()
+    iterate(scaler, w, opt, 1)
+    scaler.update(8)
+    assert scaler.get_scale() == 8
+
+
+@pytest.mark.parametrize("how", ["load", "hand"])
+def test_record_follows_a_clamp(how):
+    scaler = LossScaler("cpu")
+    w, opt = make_opt()
+    iterate(scaler, w, opt, 1)
+    if how == "load":
+        scaler.load_state_dict(GradScaler("cpu", 2.0**30).state_dict())
+    else:
+        scaler.update(2.0**30)
+    iterate(scaler, w, opt, 1)
+    assert scaler.record.scale == scaler.get_scale()
+
+
+def test_message_names_something_when_gradients_were_cleared():
+    scaler = LossScaler("cpu", max_skips=1)
+    w, opt = make_opt()
+    scaler.scale(torch.zeros(()))
+    w.grad = torch.full((2,), math.inf)
+    scaler.step(opt)
+    opt.zero_grad()
+    with pytest.raises(MixedPrecisionError, match="cleared by now"):
+        scaler.update()
+
+
+def test_disabled_passes_everything_through():
+    scaler = LossScaler("cpu", enabled=False)
+    w, opt = make_opt()
+    scaler.forget(opt)
+    assert scaler.found_nonfinite(opt) is False
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(growth_interval=2.5),
+        dict(max_skips=1.5),
+        dict(min_scale=4, max_scale=2, dynamic=False),
+        dict(init_scale=1e39, dynamic=False),
+        dict(init_scale=1e-46, dynamic=False),
+    ],
+)
+def test_settings(settings):
+    with pytest.raises((ValueError, TypeError)):
+        LossScaler("cpu", **settings)
+
+
+def test_interval_message():
+    with pytest.raises(ValueError, match="number of steps"):
+        LossScaler("cpu", growth_interval=0)
