@@ -30,7 +30,7 @@ test: .venv/.dev
 	python tools/readme.py --check
 	$(MAKE) --no-print-directory lint
 	python tools/run_notebooks.py --nbdev --workers $(WORKERS)
-	pytest -q tests
+	pytest -q -n $(WORKERS) tests
 
 lint: .venv/.dev
 	ruff check nbs mixedfp index.ipynb tests tools
@@ -42,7 +42,7 @@ types: .venv/.dev
 
 test-latest: .venv-latest/.installed-$(TODAY)
 	python tools/run_notebooks.py --workers $(WORKERS)
-	pytest -q tests
+	pytest -q -n $(WORKERS) tests
 
 readme: .venv/.dev
 	python tools/readme.py
@@ -75,5 +75,5 @@ clean:
 .venv-latest/.installed-$(TODAY): $(INSTALL_FROM) | .venv-latest/bin/python
 	@echo "installing today's newest packages into .venv-latest: a few minutes the first time"
 	.venv-latest/bin/python -m pip install -qq -U --upgrade-strategy eager -e . \
-	    pytest hypothesis nbconvert ipykernel nbformat
+	    pytest pytest-xdist hypothesis nbconvert ipykernel nbformat
 	@touch $@

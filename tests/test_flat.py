@@ -1,0 +1,309 @@
+"""Flat masters give the bits of masters one by one, and only optimizers that can are taken."""
+
+import warnings
+
+import pytest
+import torch
+from fastai.optimizer import Larc
+from tiny import (
+    CASES,
+    ELEMENTWISE,
+    LAYERWISE,
+    Case,
+    Do,
+    conv_net,
+    make_learner,
+    masters,
+    opt_state,
+    three_groups,
+    torch_optimizer,
+    train,
+    weights,
+)
+from torch import nn
+
+from mixedfp.callback import MixedPrecision
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.step import is_elementwise
+from mixedfp.testing import assert_same, ulp_distance
+
+HALVES = [torch.float16, torch.bfloat16]
+IN_BFLOAT16 = [case for case in CASES if case.opt in ("sgd", "adam", "torch_adamw")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_flat_is_each_in_float16(case):
+    assert_same(train(case, torch.float16, flat=True), train(case, torch.float16))
+
+
+@pytest.mark.parametrize("case", IN_BFLOAT16, ids=str)
+def test_flat_is_each_in_bfloat16(case):
+    assert_same(train(case, torch.bfloat16, flat=True), train(case, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("opt", ["adam", "ranger", "torch_adamw"])
+def test_optimizer_state_is_seen_per_parameter_while_training(opt, dtype):
+    case = Case("freezing", opt)
+    assert_same(train(case, dtype, flat=True, stay=True), train(case, dtype, stay=True))
+
+
+def test_the_comparison_can_fail():
+    """16 bits are not 32, and float16 is not bfloat16: the runs that are compared really differ."""
+    runs = [train(Case("fits"), dtype)["weights"]["0.weight"] for dtype in (*HALVES, None)]
+    assert len({tuple(w.flatten().tolist()) for w in runs}) == 3
+
+
+# Optimizers of torch.optim: the element-wise ones
+
+TORCH = {
+    "adadelta": torch_optimizer(torch.optim.Adadelta),
+    "adagrad": torch_optimizer(torch.optim.Adagrad),
+    "adamax": torch_optimizer(torch.optim.Adamax),
+    "nadam": torch_optimizer(torch.optim.NAdam),
+    "radam": torch_optimizer(torch.optim.RAdam),
+    "asgd": torch_optimizer(torch.optim.ASGD),
+    "rprop": torch_optimizer(torch.optim.Rprop),
+    "amsgrad": torch_optimizer(torch.optim.AdamW, amsgrad=True),
+    "nesterov": torch_optimizer(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "centered": torch_optimizer(torch.optim.RMSprop, centered=True, momentum=0.9),
+    "foreach": torch_optimizer(torch.optim.AdamW, foreach=True),
+}
+FUSED = {
+    "sgd": torch_optimizer(torch.optim.SGD, momentum=0.9, fused=True),
+    "adam": torch_optimizer(torch.optim.Adam, fused=True),
+    "adamw": torch_optimizer(torch.optim.AdamW, fused=True),
+    "adagrad": torch_optimizer(torch.optim.Adagrad, fused=True),
+}
+
+
+def torch_run(opt, **mixed):
+    learn = make_learner(opt, splitter=three_groups)
+    learn.create_opt()
+    if mixed:
+        learn.to_fp16(**mixed)
+    has_decay = "wd" in learn.opt.hypers[0]  # Rprop has none
+    learn.fit(1, slice(0.001, 0.01), wd=0.1 if has_decay else None)
+    learn.to_fp32().fit(1, 0.01)
+    return {"weights": weights(learn), "opt": opt_state(learn)}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_torch_optimizers_are_taken(name):
+    plain = torch_run(TORCH[name])
+    for flat in (False, True):
+        assert_same(torch_run(TORCH[name], dtype=torch.float32, flat_master=flat), plain)
+    assert_same(torch_run(TORCH[name], flat_master=True), torch_run(TORCH[name], flat_master=False))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizers_are_taken_within_rounding(name):
+    """A fused step computes the ends of a tensor in another order: float32's rounding, no more."""
+    flat, each = (torch_run(FUSED[name], dtype=torch.float32, flat_master=f) for f in (True, False))
+    assert_same(each, torch_run(FUSED[name]))
+    for k, w in flat["weights"].items():
+        if w.is_floating_point():
+            torch.testing.assert_close(w, each["weights"][k], rtol=1e-5, atol=1e-6)
+            assert not w.numel() or ulp_distance(w, each["weights"][k]).median() <= 64
+
+
+def test_a_learning_rate_that_is_a_tensor_is_taken():
+    def make(params, lr, **kwargs):
+        opt = torch_optimizer(torch.optim.AdamW)(params, lr=lr, **kwargs)
+        for group in opt.opt.param_groups:
+            group["lr"] = torch.tensor(float(lr))
+        return opt
+
+    for flat in (False, True):
+        learn = make_learner(make).to_fp16(flat_master=flat)
+        before = weights(learn)["0.weight"]
+        learn.fit(1, 0.01)
+        assert not torch.equal(weights(learn)["0.weight"], before)
+
+
+# Which optimizers are element-wise
+
+
+def optimizer(make):
+    return make([[nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2))]], lr=0.1)
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *TORCH, *FUSED])
+def test_element_wise_optimizers_are_told(name):
+    for kind in (ELEMENTWISE, TORCH, FUSED):
+        if name in kind:
+            assert is_elementwise(optimizer(kind[name]))
+
+
+ALL_TORCH = {
+    "adafactor": torch_optimizer(torch.optim.Adafactor),
+    "lbfgs": torch_optimizer(torch.optim.LBFGS),
+    "sparse_adam": torch_optimizer(torch.optim.SparseAdam),
+}
+
+
+@pytest.mark.parametrize("name", [*LAYERWISE, "adafactor", "sparse_adam"])
+def test_layer_wise_optimizers_are_told(name):
+    assert not is_elementwise(optimizer({**LAYERWISE, **ALL_TORCH}[name]))
+
+
+def test_a_rate_that_is_clipped_now_need_not_be_later():
+    """LARC with a large trust coefficient clips every rate at first: still, it looks at layers."""
+
+    def larc(params, lr):
+        return Larc(params, lr=lr, trust_coeff=100.0)
+
+    assert not is_elementwise(optimizer(larc))
+
+
+def test_trying_an_optimizer_changes_nothing():
+    for name in (*ELEMENTWISE, "foreach"):
+        opt = optimizer({**ELEMENTWISE, **TORCH}[name])
+        before = str(opt.state_dict()), [p.clone() for ps in opt.param_lists for p in ps]
+        grads = [p.grad for ps in opt.param_lists for p in ps]
+        calls = []
+        if hasattr(opt, "opt") and hasattr(opt.opt, "register_step_post_hook"):
+            opt.opt.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        assert is_elementwise(opt) and not calls
+        after = str(opt.state_dict()), [p.clone() for ps in opt.param_lists for p in ps]
+        assert before[0] == after[0] and grads == [p.grad for ps in opt.param_lists for p in ps]
+        assert_same(after[1], before[1])
+
+
+@pytest.mark.parametrize("name", [*LAYERWISE, "lbfgs", "adafactor"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_layer_wise_optimizers_are_refused_flat(name, dtype):
+    learn = make_learner({**LAYERWISE, **ALL_TORCH}[name])
+    before = weights(learn)
+    with pytest.raises(MixedPrecisionError, match="whole layers.*flat_master=False"):
+        learn.to_fp16(flat_master=True, dtype=dtype)
+    assert_same(weights(learn), before)
+    assert {p.dtype for p in learn.model.parameters()} == {torch.float32}
+    if name in LAYERWISE:
+        learn.fit(1)
+        learn.to_fp16(dtype=dtype).fit(1)
+
+
+# What flat masters are
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_two_lists_of_masters_a_group(flat, groups):
+    learn = make_learner(**({"splitter": three_groups} if groups == 3 else {})).to_bf16(flat)
+    cb = learn.mp_cb
+    assert len(cb.model_params) == len(cb.master_params) == 2 * groups
+    for params, found in zip(cb.model_params, cb.master_params, strict=True):
+        if flat:
+            assert [tuple(m.shape) for m in found] == (
+                [(sum(p.numel() for p in params),)] if params else []
+            )
+        else:
+            assert [m.shape for m in found] == [p.shape for p in params]
+        assert all(m.dtype == torch.float32 for m in found)
+    norms_and_biases = {p for ps in cb.model_params[1::2] for p in ps}
+    names = {n for n, p in learn.model.named_parameters() if p in norms_and_biases}
+    assert names == {"1.weight", "1.bias", "4.bias", "5.weight", "5.bias", "10.bias"}
+
+
+def test_frozen_parameters_are_in_no_list():
+    learn = make_learner(splitter=three_groups, train_bn=False)
+    learn.freeze_to(-1)
+    learn.to_fp16(flat_master=True)
+    assert [len(ps) for ps in learn.mp_cb.model_params] == [0, 0, 0, 0, 1, 1]
+    learn.unfreeze()
+    assert [len(ps) for ps in learn.mp_cb.master_params] == [1, 1, 1, 1, 1, 1]
+
+
+def test_flat_masters_are_one_memory():
+    """The vector of a list and the masters of its parameters are the same numbers."""
+    learn = make_learner().to_fp16(flat_master=True)
+    for _ in range(2):
+        own = learn.mp_cb.mixed.masters
+        for params, (vector,) in zip(
+            learn.mp_cb.model_params, learn.mp_cb.master_params, strict=True
+        ):
+            pieces = torch.cat([own.master[p].detach().flatten() for p in params])
+            assert_same(vector.detach(), pieces)
+            vector.data.mul_(2)
+            assert_same(pieces * 2, torch.cat([own.master[p].detach().flatten() for p in params]))
+            vector.data.div_(2)
+        learn.fit(1)
+
+
+NORMS_AND_BIASES = {"1.weight", "1.bias", "4.bias", "5.bias", "10.bias"}  # to fastai, of conv_net
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("decay", ["weights", "all"])
+def test_do_wd_holds(flat, decay):
+    """With a learning rate of 0.5 and a decay of 1 each decayed weight halves, the others stay."""
+    learn = make_learner("adam", wd_bn_bias=decay == "all").to_fp16(flat_master=flat)
+    before = masters(learn)
+
+    def no_gradient(learn):
+        for p in learn.model.parameters():
+            p.grad.zero_()
+
+    learn.dls.train = learn.dls.train.new(dataset=learn.dls.train_ds[:8])
+    learn.fit(1, 0.5, wd=1.0, cbs=Do("before_step", no_gradient))
+    names = [name for name, _ in learn.model.named_parameters()]
+    for name, new, old in zip(names, masters(learn), before, strict=True):
+        is_exempt = name in NORMS_AND_BIASES and decay == "weights"
+        assert_same(new, old if is_exempt else old / 2, name=name)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("train_bn", [False, True])
+def test_force_train_holds(flat, train_bn):
+    """A frozen group's norms train, if the learner says so."""
+    learn = make_learner(splitter=three_groups, train_bn=train_bn).to_fp16(flat_master=flat)
+    learn.freeze()
+    before = {n: p.detach().clone() for n, p in learn.model.named_parameters()}
+    learn.fit(1, 0.1)
+    moved = {n for n, p in learn.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {"10.weight", "10.bias"} | ({"1.weight", "1.bias"} if train_bn else set())
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_flags_are_set_per_parameter_from_outside(flat):
+    """Who forbids the decay of one parameter in the middle of training is obeyed."""
+    learn = make_learner("adam").to_fp16(flat_master=flat)
+    first, *others = learn.model.parameters()
+
+    def forbid(learn):
+        learn.opt.state[first]["do_wd"] = False
+        for p in learn.model.parameters():
+            p.grad.zero_()
+
+    before = masters(learn)
+    learn.dls.train = learn.dls.train.new(dataset=learn.dls.train_ds[:8])
+    learn.fit(1, 0.5, wd=1.0, cbs=Do("before_step", forbid))
+    after = masters(learn)
+    assert_same(after[0], before[0])
+    assert_same(after[4], before[4] / 2)
+
+
+def test_each_group_has_its_own_rate():
+    learn = make_learner("torch_sgd", splitter=three_groups).to_fp16(flat_master=True)
+    learn.fit(1, [0.0, 0.0, 0.1])
+    fresh = dict(make_learner(model=conv_net).model.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moved = {
+            n for n, w in learn.to_fp32().model.named_parameters() if not torch.equal(w, fresh[n])
+        }
+    assert moved == {"10.weight", "10.bias"}
+
+
+def test_masters_in_one_vector_cost_no_more():
+    """The masters' memory is 4 bytes a parameter, flat or not."""
+    for flat in (False, True):
+        learn = make_learner(cbs=MixedPrecision(flat_master=flat))
+        learn.fit(1)
+        owner = learn.mp_cb.mixed.masters
+        storages = {
+            m.untyped_storage().data_ptr(): m.untyped_storage().nbytes()
+            for m in owner.master.values()
+        }
+        assert sum(storages.values()) == 4 * sum(p.numel() for p in learn.model.parameters())

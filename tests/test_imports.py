@@ -1,0 +1,47 @@
+"""What each module loads: the core is for people without fastai, skorch and matplotlib."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import mixedfp
+
+CORE = "formats testing cast master scaler layerwise step optimizer report".split()
+OTHERS = ("fastai", "skorch", "matplotlib")
+HERE = Path(mixedfp.__file__).parent
+
+
+def loaded_by(statement):
+    """Run `statement` in a fresh process; return which of OTHERS it has loaded."""
+    code = f"import sys\n{statement}\nprint(*[m for m in {OTHERS} if m in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=HERE.parent,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()
+
+
+def existing(names):
+    return [name for name in names if (HERE / f"{name}.py").exists()]
+
+
+def test_the_core_loads_torch_alone():
+    """One process for all of the core: what the first one loads, none of the others may have."""
+    names = existing(CORE)
+    assert {"formats", "testing", "cast", "master", "scaler", "step"} <= set(names)
+    assert loaded_by("\n".join(f"import mixedfp.{name}" for name in names)) == []
+
+
+def test_a_late_import_is_seen():
+    """The positive control: what loads one of them, wherever, is caught."""
+    assert loaded_by("def f():\n    import matplotlib\nf()") == ["matplotlib"]
+
+
+def test_what_is_for_fastai_loads_fastai_and_not_skorch():
+    """The positive control within the package, and the other half of the law."""
+    names = existing(["callback", "examples", "compare", "all"])
+    loaded = loaded_by("\n".join(f"import mixedfp.{name}" for name in names))
+    assert "fastai" in loaded and "skorch" not in loaded

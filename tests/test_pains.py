@@ -1,0 +1,380 @@
+"""What users of mixed precision suffer from elsewhere, and must not here: one test a number.
+
+The numbers are those of the list of public issues that this library was planned by. Each docstring
+says what fastai's own ways do: `to_fp16` (autocast, for CUDA) and `to_non_native_fp16` (masters).
+"""
+
+import logging
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fastai.callback.core import CancelBatchException, CancelFitException
+from fastai.torch_core import TensorBase, TensorImage
+from tiny import (
+    Do,
+    bits,
+    conv_net,
+    make_dls,
+    make_learner,
+    masters,
+    weights,
+)
+from torch import nn
+
+from mixedfp import cast
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.scaler import LossScaler
+from mixedfp.testing import assert_same
+
+FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+
+
+@pytest.fixture
+def told(caplog):
+    """Return the notices that the library gave in this test."""
+    cast.notice_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="mixedfp")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "mixedfp"]
+
+
+@FLAT
+@pytest.mark.parametrize("to", [torch.float16, torch.bfloat16], ids=str)
+def test_pain_01_half_model(to, flat):
+    """fastai: "Attempting to unscale FP16 gradients". Here trainable half weights get masters."""
+    model = conv_net().half()
+    model[1].float()
+    model[4].requires_grad_(False)
+    learn = make_learner(model=model).to_fp16(dtype=to, flat_master=flat)
+    assert {m.dtype for m in masters(learn)} == {torch.float32}
+    trained = {p for ps in learn.mp_cb.model_params for p in ps}
+    assert trained == {p for p in model.parameters() if p.requires_grad}
+    before = weights(learn)
+    learn.fit(1, 0.01)
+    moved = {k for k, v in weights(learn).items() if not torch.equal(v, before[k])}
+    assert {"0.weight", "10.weight"} < moved and not {"4.weight", "4.bias"} & moved
+    off = weights(learn)["0.weight"] - learn.model[0].weight.float()
+    assert off.abs().max() > 0  # the masters hold more than the halves do
+
+
+def test_pain_01_plain_scaler_takes_half_gradients():
+    """torch: ValueError. `LossScaler` unscales float16 gradients, or says what is wrong."""
+    p = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    opt = torch.optim.SGD([p], lr=1.0)
+    scaler = LossScaler(init_scale=4.0)
+    scaler.scale(p.float().sum()).backward()
+    try:
+        scaler.unscale_(opt)
+    except ValueError as e:
+        assert "FP16" in str(e)
+    else:
+        assert_same(p.grad, torch.ones(2, dtype=torch.float16))
+
+
+@FLAT
+def test_pain_02_bfloat16_gradients(flat):
+    """torch: a scaler fails on bfloat16 gradients. Here they are float32 by then."""
+    model = conv_net()
+    model[4].bfloat16()  # one layer in bfloat16, one in double, the rest in 32
+    learn = make_learner(model=model).to_fp16(flat_master=flat)
+    learn.fit(1, 0.01)
+    assert learn.mp_cb.n_skipped == 0 and learn.mp_cb.scales == [512.0] * 4
+    learn.to_bf16(flat).fit(1, 0.01)
+    seen = []
+    look = Do(
+        "before_step", lambda learn: seen.extend(p.grad.dtype for p in learn.model.parameters())
+    )
+    learn.fit(1, 0.01, cbs=look)
+    assert set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
+def test_pain_02_one_optimizer_of_many_types(value):
+    """fp32, fp64, bf16 and sparse gradients in one optimizer are unscaled and checked."""
+    ps = [
+        nn.Parameter(torch.ones(2, dtype=t)) for t in (torch.float32, torch.float64, torch.bfloat16)
+    ]
+    table = nn.Parameter(torch.ones(3, 2))
+    opt = torch.optim.SGD([*ps, table], lr=0.5)
+    for bad in range(4):
+        scaler = LossScaler(init_scale=4.0)
+        loss = (
+            sum(p.float().sum() for p in ps)
+            + F.embedding(torch.tensor([0, 0]), table, sparse=True).sum()
+        )
+        scaler.scale(loss).backward()
+        if value != 1.0:
+            grad = [*ps, table][bad].grad
+            (grad._values() if grad.is_sparse else grad).view(-1)[0] = value
+        scaler.unscale_(opt)
+        if value == 1.0:
+            assert_same([p.grad for p in ps], [torch.ones_like(p) for p in ps])
+            assert_same(table.grad.to_dense(), torch.tensor([[2.0, 2.0], [0, 0], [0, 0]]))
+        assert scaler.found_nonfinite(opt) == (value != 1.0)
+        before = [p.detach().clone() for p in (*ps, table)]
+        scaler.step(opt)
+        scaler.update()
+        assert torch.equal(before[0], ps[0]) == (value != 1.0)
+        assert scaler.get_scale() == (4.0 if value == 1.0 else 2.0)
+        opt.zero_grad()
+
+
+@FLAT
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "constant"])
+def test_pain_12_scale_collapses(dynamic, flat):
+    """D11, X1: no floor, the scale becomes 0 and the next healthy batch makes the weights nan."""
+    learn = make_learner().to_fp16(flat_master=flat, max_skips=15, dynamic=dynamic)
+    before = bits(learn)
+
+    def overflow(learn):
+        learn.xb = (torch.full_like(learn.xb[0], float("nan")),)
+
+    with pytest.raises(MixedPrecisionError, match="15 steps in a row.*0.weight.*bfloat16"):
+        learn.fit(5, cbs=Do("before_batch", overflow, order=0))
+    assert_same(bits(learn), before)
+    assert learn.mp_cb.scales[-1] == (1.0 if dynamic else 512.0)
+    learn.fit(1, 0.01)
+    assert all(v.isfinite().all() for v in weights(learn).values())
+    assert learn.mp_cb.n_skipped == 15
+
+
+def test_pain_15_large_inputs(told):
+    """D11: each step is skipped without a word. Here one warning names the column and the cure."""
+    x, y = torch.randn(40, 8), torch.arange(40) % 2
+    x[:, 3] *= 1e6
+    learn = make_learner(model=lambda: nn.Sequential(nn.Linear(8, 2)), dls=make_dls(x, y))
+    learn.to_fp16(max_skips=100).fit(2)
+    (message,) = [m for m in told() if "beyond" in m]
+    assert "column(s) [3]" in message and "to_bf16()" in message and "normalize" in message
+    before = weights(learn)
+    learn.to_bf16().fit(1, 1e-6)
+    assert not torch.equal(weights(learn)["0.weight"], before["0.weight"])
+    assert torch.tensor(learn.recorder.losses).isfinite().all()
+
+
+def test_pain_15_the_loss_is_computed_in_32_bits():
+    """fastai's autocast casts some losses; here every loss function sees float32 predictions."""
+    seen = set()
+
+    def loss(pred, y):
+        seen.add(pred.dtype)
+        return (F.cross_entropy(pred, y, reduction="none") + 1e5).mean()  # inf in float16
+
+    learn = make_learner(loss_func=loss).to_fp16()
+    learn.fit(1, 0.01)
+    assert seen == {torch.float32} and learn.mp_cb.n_skipped == 0
+    assert torch.tensor(learn.recorder.losses).isfinite().all()
+
+
+class Masked(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.first, self.second, self.value = nn.Linear(108, 4), nn.Linear(4, 2), value
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        return self.second(
+            x.masked_fill(torch.tensor([True, False, False, True]), self.value).softmax(-1)
+        )
+
+
+@pytest.mark.parametrize("value", [-1e9, -1e10, float("-inf"), -1e4])
+def test_pain_16_masks(value):
+    """torch: "value cannot be converted to type at::Half without overflow", no word of where."""
+    learn = make_learner(model=lambda: Masked(value)).to_fp16()
+    if value in (-1e9, -1e10):
+        with pytest.raises(
+            MixedPrecisionError, match=r"the model \(Masked\).*finfo\(x\.dtype\)\.min"
+        ):
+            learn.fit(1)
+        learn.to_bf16()
+    learn.fit(1)
+    assert torch.tensor(learn.recorder.losses).isfinite().all()
+
+
+Pair = namedtuple("Pair", "logits hidden note")
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: None = None
+    note: str = "text"
+
+
+class ModelOutput(OrderedDict):
+    """What the libraries of transformers return: a dict with attributes."""
+
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Wrapping(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.net, self.wrap = conv_net(), wrap
+
+    def forward(self, x):
+        return self.wrap(self.net(x), None, "text")
+
+
+def model_output(logits, hidden, note):
+    return ModelOutput(logits=logits, hidden=hidden, note=note)
+
+
+@pytest.mark.parametrize("wrap", [Pair, Output, model_output])
+def test_pain_17_outputs(wrap):
+    """N8: outputs are rebuilt: a ModelOutput becomes a dict; a namedtuple, None, a str crash."""
+    seen = []
+
+    def loss(pred, y):
+        seen.append(pred)
+        return F.cross_entropy(pred.logits, y)
+
+    make_learner(model=lambda: Wrapping(wrap), loss_func=loss).to_fp16().fit(1)
+    for pred in seen:
+        assert type(pred) is type(wrap(torch.zeros(1), None, ""))
+        assert pred.logits.dtype == torch.float32 and pred.hidden is None and pred.note == "text"
+
+
+def test_pain_18_integers():
+    """fastai's older `to_fp16` halves every input, and the targets too."""
+    seen = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb, self.lin = nn.Embedding(3000, 2), nn.Linear(4, 1)
+
+        def forward(self, ids, mask, x):
+            if self.training:
+                seen.append((ids, mask, x))
+            return self.lin(torch.cat([self.emb(ids) * mask[:, None], x], -1))
+
+    g = torch.Generator().manual_seed(0)
+    ids, mask = torch.randint(2048, 3000, (40,), generator=g), torch.arange(40) % 2 == 0
+    x, y = torch.randn(40, 2, generator=g), torch.randn(40, 1, generator=g) * 1e5
+    targets = []
+
+    def loss(pred, y):
+        targets.append(y)
+        return F.l1_loss(pred, y)
+
+    dls = make_dls(ids, mask, x, y, n_inp=3)
+    make_learner(model=Model, dls=dls, loss_func=loss).to_fp16(1.0).fit(1, 0.0)
+    assert_same(torch.cat([b[0] for b in seen]), ids[:32])  # 2049 is none of float16's numbers
+    assert_same(torch.cat([b[1] for b in seen]), mask[:32])
+    assert_same(torch.cat([b[2] for b in seen]), x[:32].half())
+    assert_same(torch.cat(targets[:4]), y[:32])
+
+
+@FLAT
+@pytest.mark.parametrize("to, dtype", [("to_fp16", torch.float16), ("to_bf16", torch.bfloat16)])
+def test_pain_27_a_cpu_is_a_device(to, dtype, flat):
+    """N1: off CUDA fastai's `to_fp16` and `to_bf16` train in float32 and say nothing."""
+    learn, seen = make_learner(), set()
+    getattr(learn, to)(flat_master=flat)
+    hooks = [
+        m.register_forward_hook(lambda m, i, o: seen.add(o.dtype)) for m in learn.model.children()
+    ]
+    learn.fit(1)
+    learn.get_preds()
+    for hook in hooks:
+        hook.remove()
+    assert seen == {dtype} and learn.model[0].weight.dtype == dtype
+    assert learn.mp_cb.mixed.scaler._device == "cpu" or torch.accelerator.is_available()
+    plain = make_learner()
+    plain.fit(1)
+    assert not torch.equal(weights(plain)["0.weight"], weights(learn)["0.weight"])
+
+
+@pytest.mark.parametrize(
+    "error", [CancelBatchException, CancelFitException, KeyboardInterrupt, ValueError]
+)
+@pytest.mark.parametrize("at", ["before_batch", "after_pred", "after_loss", "before_step"])
+def test_pain_30_nothing_stays_entered(at, error):
+    """N4: autocast is entered in `before_batch` and left in `after_loss`, or never."""
+
+    def stop(_):
+        raise error("stop")
+
+    learn = make_learner().to_fp16()
+    try:
+        learn.fit(1, cbs=Do(at, stop, at=1))
+    except (KeyboardInterrupt, ValueError):
+        assert error in (KeyboardInterrupt, ValueError)
+    assert torch.overrides._len_torch_function_stack() == 0
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+    half = torch.ones(2, 2, dtype=torch.float16)
+    assert torch.mm(half * 200, half * 200).isinf().any() == (2 * 200 * 200 > 65504)
+
+
+def test_pain_30_backward_runs_outside():
+    """The loss and backward are outside of what computes fp16: no mode is on in `after_pred`."""
+    lengths = set()
+    events = (
+        "after_pred",
+        "after_loss",
+        "before_backward",
+        "after_backward",
+        "before_step",
+        "after_step",
+    )
+
+    def look(_):
+        lengths.add(torch.overrides._len_torch_function_stack())
+
+    make_learner().to_fp16().fit(
+        1, cbs=[Do(event, look, order=o) for event in events for o in (5, 60)]
+    )
+    assert lengths == {0}
+
+
+def test_pain_34_tensor_subclasses():
+    """fastai#3438: a TensorImage under autocast, a TensorBase loss in the scaler: TypeError."""
+    types = {}
+    for mixed in (False, True):
+        learn = make_learner(loss_func=based).to_fp16() if mixed else make_learner(loss_func=based)
+        seen = types.setdefault(mixed, [])
+
+        def picture(learn):
+            learn.xb = tuple(map(TensorImage, learn.xb))
+
+        def look(learn, seen=seen):
+            seen.append(tuple(map(type, (*learn.xb, learn.pred, learn.loss, learn.loss_grad))))
+            assert learn.pred.dtype == learn.loss.dtype == torch.float32
+
+        as_picture = Do("before_batch", picture, order=9.5)  # after fastai's CastToTensor
+        learn.fit(1, cbs=[as_picture, Do("after_backward", look)])
+    assert types[True] == types[False]
+    assert types[True][0][0] is TensorImage and issubclass(types[True][0][-1], TensorBase)
+    assert learn.mp_cb.n_skipped == 0
+
+
+def based(pred, y):
+    return TensorBase(F.cross_entropy(pred, y))
+
+
+def test_pain_37_settings():
+    """N3: `enabled=False` is overwritten; elsewhere the scaler's settings cannot be reached."""
+    learn = make_learner().to_fp16(
+        init_scale=8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1, max_scale=64.0
+    )
+    learn.fit(1, 0.01)
+    assert learn.mp_cb.scales == [8.0, 32.0, 64.0, 64.0]
+    off = make_learner().to_fp16(enabled=False)
+    off.fit(1, 0.01)
+    assert off.mp_cb.loss_scale == 1.0 and off.mp_cb.n_skipped == 0
+
+
+@FLAT
+def test_pain_37_the_default_start_wastes_no_steps(flat):
+    """A first scale of 2**16 and more costs the first steps; at most 2 may go, here none."""
+    learn = make_learner().to_fp16(flat_master=flat)
+    learn.fit(2)
+    assert learn.mp_cb.n_skipped == 0
