@@ -147,7 +147,7 @@ def _unflatten(vector, like):
     back = [order.index(d) for d in range(like.ndim)]
     return vector.view([like.shape[d] for d in order]).permute(back)
 
-# %% ../nbs/03_master.ipynb #ebf5a22c
+# %% ../nbs/03_master.ipynb #9456bb36
 def _split(vector, params):
     "Views of `vector`, one in the shape of each of `params`."
     pieces = vector.split([p.numel() for p in params])
@@ -159,7 +159,11 @@ def _join(values, params):
     parts = [_flatten(v, p) for v, p in zip(values, params, strict=True)]
     end, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
     for part in parts:
-        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+        if (
+            part.data_ptr() != end
+            or not part.is_contiguous()
+            or part.untyped_storage().data_ptr() != storage
+        ):
             return torch.cat(parts)
         end += part.nbytes
     return parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
@@ -193,7 +197,9 @@ class Unit:
 
     def join(
         self,
-        states: list[dict],  # an optimizer's state of each parameter, with the same keys and numbers
+        states: list[
+            dict
+        ],  # an optimizer's state of each parameter, with the same keys and numbers
     ) -> dict:  # its state of the master
         "Put the optimizer's states of the parameters together."
         if not self.is_flat:
@@ -227,17 +233,17 @@ _SPARSE = (
     "or nn.Embedding(sparse=False)"
 )
 
-# %% ../nbs/03_master.ipynb #db6b7bc4
+# %% ../nbs/03_master.ipynb #f1041237
 def _layout(t):
     return t.device, t.stride()
 
 
 def _keep_low_bits(now, full, dtype):
     "`full` where `now` is what it rounds to in `dtype`, elsewhere what was written to `now`."
-    same = now.to(dtype) == full.to(dtype)
+    same = now == full.to(dtype).to(now.dtype)  # `now` may have been cast on, by `model.half()`
     return full if bool(same.all()) else torch.where(same, full, now.to(full.dtype))
 
-# %% ../nbs/03_master.ipynb #9ea5c51e
+# %% ../nbs/03_master.ipynb #7bb85ff0
 class MasterParams:
     """The owner of both copies: `model` goes to `dtype`, its original weights become the masters.
 
@@ -263,12 +269,14 @@ class MasterParams:
             p.grad = None
         model2half(model, dtype)
         for p, g in zip(params, grads, strict=True):
-            if p.data_ptr() == self.master[p].data_ptr():  # not cast, so not copied either
+            if p.dtype == torch.float32:  # not cast, so not copied either
                 self.master[p] = Parameter(p.detach().clone())
             p.grad_dtype = torch.float32
             p.grad = None if g is None else g.float()
         self.param_dtype = {p: p.dtype for p in params}
-        self.buffers = [(m, k, b) for m, k, b in buffers if m._buffers[k] is not b]
+        floats = [(m, k, b) for m, k, b in buffers if b is not None and b.is_floating_point()]
+        self.buffers = [(m, k, b) for m, k, b in floats if m._buffers[k].dtype != torch.float32]
+        self.buffer_dtype = [(m, k, m._buffers[k].dtype) for m, k, _ in floats]
         self.is_stepping = False
         self.model_params, self.master_params, self.grads = [], [], {}
         self._hooks = []
@@ -306,14 +314,14 @@ class MasterParams:
         for p, master in self.master.items():
             g, p.grad = p.grad, None
             p.data = master.detach().clone() if p in self.grads else master.detach()
-            p.grad_dtype = torch.float32
+            p.grad_dtype = None  # as gradients are of any other model
             p.grad = None if g is None else g.detach().clone()
         for module, k, full in self.buffers:
             module._buffers[k] = self._full_buffer(module._buffers[k], full)
         return self.model
 
     def _full_buffer(self, now, full):
-        return _keep_low_bits(now, full.to(now.device, torch.float32), now.dtype)
+        return _keep_low_bits(now, full.to(now.device, torch.float32), self.dtype)
 
     def adopt(self) -> None:
         "Take over what others did to the model: wrote weights, moved it, copied it."
@@ -323,16 +331,21 @@ class MasterParams:
         if any(len(kinds) > 1 for kinds in layouts):
             self._forget_layout()  # `Module.to` takes gradients along, and out of their vector
         for p, master in self.master.items():
-            self._restore_dtypes(p)
             if master.device != p.device:
                 self.master[p] = master = Parameter(master.detach().to(p.device))
-            full = _keep_low_bits(p.detach(), master.detach(), p.dtype)
+            full = _keep_low_bits(p.detach(), master.detach(), self.param_dtype[p])
             if full.data_ptr() != master.data_ptr():
                 master.data.copy_(full)
+            self._restore_dtypes(p)
+        for m, k, full in self.buffers:
+            if m._buffers[k].dtype != self.dtype:
+                m._buffers[k] = self._full_buffer(m._buffers[k], full)
+        for m, k, dtype in self.buffer_dtype:
+            m._buffers[k] = m._buffers[k].to(dtype)
 
     def _restore_dtypes(self, p):
         if p.dtype != self.param_dtype[p]:
-            p.data = p.data.to(self.param_dtype[p])
+            p.data = self.master[p].detach().to(self.param_dtype[p], copy=True)
         if p.grad_dtype != torch.float32:  # `copy.deepcopy` forgets it
             p.grad_dtype = torch.float32
         if p.grad is not None and p.grad.dtype != torch.float32:
@@ -400,19 +413,19 @@ class MasterParams:
         Flat: runs of parameters that lie one after the other. What has no master (a complex
         parameter, one from outside the model) is its own.
         """
+        if not self.flat:
+            return [Unit([p], self.master.get(p, p)) for p in params if p.grad is not None]
         units = [Unit([p], p) for p in params if p not in self.master and p.grad is not None]
         for i in (2 * group, 2 * group + 1):
-            if self.flat:
-                runs = groupby(self.model_params[i], key=lambda p: p.device)
-                for vector, (_, run) in zip(self.master_params[i], runs, strict=True):
-                    units += self._runs(vector, run, key)
-            else:
-                graded = [p for p in self.model_params[i] if p.grad is not None]
-                units += [Unit([p], self.master[p]) for p in graded]
+            runs = groupby(self.model_params[i], key=lambda p: p.device)
+            for vector, (_, run) in zip(self.master_params[i], runs, strict=True):
+                units += self._runs(vector, run, key)
         return units
 
     def _runs(self, vector, params, key):
-        units, start = [], 0
+        params, units, start = list(params), [], 0
+        if vector.grad is None:  # an optimizer's own `zero_grad` lets go of it
+            vector.grad = self.grads[params[0]]._base
         for (has_grad, _), run in groupby(params, key=lambda p: (p.grad is not None, key(p))):
             run = list(run)
             part = slice(start, start + sum(p.numel() for p in run))
@@ -443,7 +456,10 @@ class MasterParams:
         "Put the 32-bit values of `module` into `state_dict`."
         for k, p in module._parameters.items():
             if p in self.master and prefix + k in state_dict:
-                state_dict[prefix + k] = self.master[p].detach()
+                full = self.master[p].detach()
+                if not self.is_stepping:  # what somebody wrote is true before `adopt`, too
+                    full = _keep_low_bits(p.detach().to(full.device), full, self.param_dtype[p])
+                state_dict[prefix + k] = full
         for m, k, full in self.buffers:
             if m is module and prefix + k in state_dict:
                 state_dict[prefix + k] = self._full_buffer(m._buffers[k], full)

@@ -402,14 +402,9 @@ def check_trains(twin, before):
         assert_same(now[name], before[name] - 0.5)
 
 
-# Faults that are known. Each of these tests is to lose its mark when its fault is mended.
+# Meddling by others: casts, gaps, copies
 
 
-def known(fault):
-    return pytest.mark.xfail(strict=True, reason=fault)
-
-
-@known("a weight that was written is in the checkpoint only after `adopt`")
 def test_a_checkpoint_holds_what_was_written():
     model = linear_model([1.0, 2.0])
     MasterParams(model)
@@ -417,7 +412,6 @@ def test_a_checkpoint_holds_what_was_written():
     assert_same(model.state_dict()["weight"], torch.full((1, 2), 3.0))
 
 
-@known("a 32-bit norm that was rounded by others counts as written; so does a cast buffer")
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "float"])
@@ -434,7 +428,6 @@ def test_low_bits_survive_a_cast_by_others(cast, dtype, flat):
     assert_same(dict(masters.restore().state_dict()), before)
 
 
-@known("a state that has gaps in memory is taken for a whole one")
 def test_a_state_with_gaps_is_joined():
     p = Parameter(torch.zeros(4))
     unit = Unit([p], torch.zeros(4), [torch.zeros(4)], [torch.zeros(4)], torch.zeros(4))
@@ -442,7 +435,6 @@ def test_a_state_with_gaps_is_joined():
     assert_same(unit.join([{"mean": with_gaps}])["mean"], with_gaps.clone())
 
 
-@known("`grad_dtype` stays float32, so a model that is then halved has 32-bit gradients")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_nothing_is_left_on_the_parameters(dtype):
     model = linear_model([1.0])
@@ -452,7 +444,6 @@ def test_nothing_is_left_on_the_parameters(dtype):
     assert model.weight.grad.dtype == dtype
 
 
-@known("the buffers of a model that came in 16 bits are not put into 32")
 def test_a_half_model_comes_back_in_32_bits():
     model = linear_model([1.0])
     model.register_buffer("means", torch.ones(1))
@@ -461,7 +452,6 @@ def test_a_half_model_comes_back_in_32_bits():
     assert model.means.dtype == model.weight.dtype == torch.float32
 
 
-@known("two addresses of nothing are equal: its master is not in 32 bits")
 def test_a_parameter_without_elements_has_a_float32_master():
     model = linear_model([1.0])
     model.none = Parameter(torch.zeros(0, 2))
@@ -469,7 +459,6 @@ def test_a_parameter_without_elements_has_a_float32_master():
     assert masters.master[model.none].dtype == torch.float32
 
 
-@known("`zero_grad` of the optimizer itself takes the vector's gradient away")
 def test_the_optimizers_own_zero_grad():
     model = linear_model([1.0])
     masters = MasterParams(model, flat=True)
