@@ -27,10 +27,18 @@ def shown(cell: nbformat.NotebookNode) -> bool:
     return cell.cell_type != "code" or not HIDDEN.intersection(directives(cell.source))
 
 
+def without_code(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Give a cell that is not to be echoed as the markdown it puts out, any other as it is."""
+    if cell.cell_type != "code" or "echo: false" not in directives(cell.source):
+        return cell
+    texts = [o.data["text/markdown"] for o in cell.outputs if "text/markdown" in o.get("data", {})]
+    return nbformat.v4.new_markdown_cell("\n\n".join(map("".join, texts)))
+
+
 def render(path: Path) -> dict[str, bytes]:
     """Give the content of each file, by its name, that the notebook at `path` makes."""
     nb = nbformat.read(path, as_version=4)
-    nb.cells = [cell for cell in nb.cells if shown(cell)]
+    nb.cells = [without_code(cell) for cell in nb.cells if shown(cell)]
     nb.metadata.language_info = {"name": "python"}  # which nbdev_clean takes out
     for cell in nb.cells:
         if cell.cell_type == "code":
