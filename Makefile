@@ -30,7 +30,7 @@ test: .venv/.dev
 	python tools/readme.py --check
 	$(MAKE) --no-print-directory lint
 	python tools/run_notebooks.py --nbdev --workers $(WORKERS)
-	pytest -q -n $(WORKERS) tests
+	pytest -q -n $(WORKERS) tests --callback-table=check
 
 lint: .venv/.dev
 	ruff check nbs mixedfp index.ipynb tests tools
@@ -42,7 +42,7 @@ types: .venv/.dev
 
 test-latest: .venv-latest/.installed-$(TODAY)
 	python tools/run_notebooks.py --workers $(WORKERS)
-	pytest -q -n $(WORKERS) tests
+	pytest -q -n $(WORKERS) tests --callback-table=check
 
 readme: .venv/.dev
 	python tools/readme.py

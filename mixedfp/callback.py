@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['mixed_precision', 'MixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #71cb83ac
+# %% ../nbs/10_callback.ipynb #789249d1
 from functools import partial
 
 import torch
-from fastai.callback.core import Callback, CancelStepException
+from fastai.callback.core import Callback, CancelFitException, CancelStepException
 from fastai.callback.fp16 import MixedPrecision as AutocastMixedPrecision
 from fastai.learner import Learner
 from fastcore.basics import patch
@@ -19,7 +19,7 @@ from .formats import MixedPrecisionError
 from .scaler import LossScaler, check_positive
 from .step import MixedStep
 
-# %% ../nbs/10_callback.ipynb #bbfd32f9
+# %% ../nbs/10_callback.ipynb #e5b1d1e9
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
@@ -70,18 +70,29 @@ class MixedPrecision(Callback):
 
     @learn.setter
     def learn(self, learn):
-        if learn is None and self.mixed.masters is not None:
+        if learn is None and self.learn is not None:
             self._detach()
+            if vars(self.learn).get("mp_cb") is self:
+                del self.learn.mp_cb
         vars(self)["_learn"] = learn
+        if learn is not None:
+            learn.mp_cb = self
 
     def _attach(self):
+        if "gan_trainer" in vars(self.learn) and self.mixed.dtype != torch.float32:
+            raise MixedPrecisionError(
+                "the loss of a GANLearner calls generator and critic by itself, outside of the "
+                "model's forward pass, where nothing casts their inputs: train it in 32 bits"
+            )
+        is_new = self.mixed.masters is None
         try:
             self.mixed.attach(self.learn.model)
             self._hold()
         except Exception:
             self._detach()  # what cannot be trained in 16 bits is left in 32
             raise
-        self.learn.mp_cb = self
+        if is_new:
+            self._reset_states()
 
     def _hold(self):
         opt_func = self.learn.opt_func
@@ -104,8 +115,14 @@ class MixedPrecision(Callback):
             self.learn.opt_func = self.learn.opt_func.args[0]
         if self.mixed.opt is not None and self.learn.opt is self.mixed.opt:
             self.learn.opt = self.mixed.opt.to_model()
-        self.mixed.detach()
-        vars(self.learn).pop("mp_cb", None)
+        if self.mixed.masters is not None:
+            self.mixed.detach()
+            self._reset_states()
+
+    def _reset_states(self):
+        "What a recurrent model keeps between batches is of the dtype that the model had."
+        if "model_resetter" in vars(self.learn) and self.mixed.dtype != torch.float32:
+            self.learn.model.reset()
 
     # the loop's events, as the step's verbs
     def after_create(self):
@@ -115,6 +132,7 @@ class MixedPrecision(Callback):
     def before_fit(self):
         "Take over what was done to model and optimizer since."
         self._attach()
+        self._last_loss, self._was_finite = None, True
 
     def before_train(self):
         "Take over what other callbacks did to the model since the last epoch."
@@ -135,9 +153,19 @@ class MixedPrecision(Callback):
         self.learn.loss_grad = self.mixed.scale(self.loss_grad)
 
     def after_backward(self):
-        "Show the true loss again."
+        "Show the true loss again, but where a single batch has overflowed the last one before it."
         if self.mixed.loss is not None:
             self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
+        if self.mixed.scaler.is_enabled() and not self._is_searching():
+            self._pass_over_overflow()
+
+    def _pass_over_overflow(self):
+        # it will be skipped: it must not make nan of the mean loss, nor end the fit; a second may
+        loss, is_finite = self.learn.loss.detach(), self.learn.loss.detach().isfinite()
+        if self._last_loss is not None and self._last_loss.shape == loss.shape:
+            is_shown = is_finite | ~self._was_finite
+            self.learn.loss = torch.where(is_shown, loss, self._last_loss)
+        self._last_loss, self._was_finite = self.learn.loss.detach(), is_finite
 
     def before_step(self):
         "Take the gradients to the masters, unscale and check them."
@@ -147,7 +175,20 @@ class MixedPrecision(Callback):
 
     def after_step(self):
         "Let the loss scale follow."
-        self.mixed.update()
+        try:
+            self.mixed.update()
+        except MixedPrecisionError:
+            if self._is_searching():
+                raise CancelFitException from None  # no scale cures such a rate: it is the answer
+            raise
+
+    def after_batch(self):
+        "End a search for a learning rate at the first loss that is not finite; fastai's goes on."
+        if self.training and self._is_searching() and not self.loss.isfinite().all():
+            raise CancelFitException
+
+    def _is_searching(self):
+        return "lr_finder" in vars(self.learn)
 
     def after_cancel_batch(self):
         "Keep a batch that was called off apart from the next."

@@ -6,17 +6,19 @@
 __all__ = ['norm_types', 'norm_bias_ids', 'split_bn_bias', 'get_master', 'model_g2master_g', 'master2model', 'Unit',
            'MasterParams']
 
-# %% ../nbs/03_master.ipynb #862a76f8
+# %% ../nbs/03_master.ipynb #f688a304
+import sys
 from collections.abc import Callable, Iterable
-from itertools import groupby
+from itertools import chain, groupby
 from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.utils.parametrize import ParametrizationList
 
-from .cast import check_dtype, model2half, notice_once
+from .cast import check_dtype, compute_in_float, is_castable, model2half, notice_once
 from .formats import MixedPrecisionError
 
 # %% ../nbs/03_master.ipynb #e2e7b955
@@ -147,7 +149,7 @@ def _unflatten(vector, like):
     back = [order.index(d) for d in range(like.ndim)]
     return vector.view([like.shape[d] for d in order]).permute(back)
 
-# %% ../nbs/03_master.ipynb #9456bb36
+# %% ../nbs/03_master.ipynb #8541c836
 def _split(vector, params):
     "Views of `vector`, one in the shape of each of `params`."
     pieces = vector.split([p.numel() for p in params])
@@ -168,7 +170,7 @@ def _join(values, params):
         end += part.nbytes
     return parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
 
-# %% ../nbs/03_master.ipynb #15c75fa9
+# %% ../nbs/03_master.ipynb #64733bc0
 class Unit:
     "What an optimizer steps as one tensor: a master, and the model parameters it is the master of."
 
@@ -233,9 +235,45 @@ _SPARSE = (
     "or nn.Embedding(sparse=False)"
 )
 
-# %% ../nbs/03_master.ipynb #f1041237
+# %% ../nbs/03_master.ipynb #874dfc00
 def _layout(t):
     return t.device, t.stride()
+
+
+def _full_dtype(p):
+    "float32 for what is trained in 16 or 32 bits; what is frozen loses nothing in its own dtype."
+    is_trained = p.requires_grad or p.grad is not None
+    return torch.float32 if is_trained and p.dtype != torch.float64 else p.dtype
+
+
+def _grad_dtype(master):
+    return torch.promote_types(master.dtype, torch.float32)
+
+
+def _in_dtype(master, dtype):
+    return master if master.dtype == dtype else Parameter(master.detach().to(dtype))
+
+
+def _castable_buffers(module):
+    return [(k, b) for k, b in module._buffers.items() if b is not None and is_castable(b)]
+
+
+class _Buffer:
+    "What a buffer held before it was cast, and what it was cast to."
+
+    def __init__(self, full, dtype):
+        self.full, self.dtype = full, dtype
+
+    def whole(self, now):
+        "`now`, with the bits that the cast took where it has not been written since."
+        full = self.full.to(now.device)
+        if self.dtype == full.dtype:
+            return now.to(full.dtype)
+        dtype = full.dtype if full.itemsize > 2 else torch.float32
+        if now.shape != full.shape:
+            return now.to(dtype)
+        same = now == full.to(self.dtype).to(now.dtype)
+        return full if bool(same.all()) else torch.where(same, full.to(dtype), now.to(dtype))
 
 
 def _keep_low_bits(now, full, dtype):
@@ -243,7 +281,7 @@ def _keep_low_bits(now, full, dtype):
     same = now == full.to(dtype).to(now.dtype)  # `now` may have been cast on, by `model.half()`
     return full if bool(same.all()) else torch.where(same, full, now.to(full.dtype))
 
-# %% ../nbs/03_master.ipynb #7bb85ff0
+# %% ../nbs/03_master.ipynb #10bc3a9f
 class MasterParams:
     """The owner of both copies: `model` goes to `dtype`, its original weights become the masters.
 
@@ -261,28 +299,32 @@ class MasterParams:
     ):
         self.model, self.dtype, self.flat = model, check_dtype(dtype), flat
         self._check(model)
-        params = [p for p in model.parameters() if p.is_floating_point()]
-        buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items()]
-        self.master = {p: Parameter(p.detach().float()) for p in params}
+        params = [p for p in model.parameters() if is_castable(p)]
+        buffers = [(m, k, b) for m in model.modules() for k, b in _castable_buffers(m)]
+        self.master = {p: Parameter(p.detach().to(_full_dtype(p))) for p in params}
+        if any(p.requires_grad and p.itemsize == 2 for p in params):  # a half model is to be whole
+            buffers = [(m, k, b.float() if b.itemsize == 2 else b) for m, k, b in buffers]
         grads = [p.grad for p in params]
         for p in params:
             p.grad = None
-        model2half(model, dtype)
+        if dtype != torch.float32:
+            model2half(model, dtype)
         for p, g in zip(params, grads, strict=True):
-            if p.dtype == torch.float32:  # not cast, so not copied either
-                self.master[p] = Parameter(p.detach().clone())
-            p.grad_dtype = torch.float32
-            p.grad = None if g is None else g.float()
+            master = self.master[p]
+            if p.data_ptr() == master.data_ptr() and p.itemsize > 2:  # not cast, so not copied
+                self.master[p] = Parameter(master.detach().clone())
+            p.grad_dtype = _grad_dtype(master)
+            p.grad = None if g is None else g.to(p.grad_dtype)
         self.param_dtype = {p: p.dtype for p in params}
-        floats = [(m, k, b) for m, k, b in buffers if b is not None and b.is_floating_point()]
-        self.buffers = [(m, k, b) for m, k, b in floats if m._buffers[k].dtype != torch.float32]
-        self.buffer_dtype = [(m, k, m._buffers[k].dtype) for m, k, _ in floats]
+        self.buffers = {(m, k): _Buffer(b, m._buffers[k].dtype) for m, k, b in buffers}
         self.is_stepping = False
         self.model_params, self.master_params, self.grads = [], [], {}
-        self._hooks = []
-        for m in model.modules():
+        self._hooks, self._unfinished, self._loading = [], {}, None
+        self.after_load = None  # called after a `load_state_dict`
+        for m in filter(_has_state, model.modules()):
             self._hooks.append(m.register_state_dict_post_hook(_ShowMasters(self)))
             self._hooks.append(m.register_load_state_dict_pre_hook(self._load))
+            self._hooks.append(m.register_load_state_dict_post_hook(self._end_load))
 
     def _check(self, model):
         if not any(p.requires_grad for p in model.parameters()):
@@ -292,8 +334,13 @@ class MasterParams:
             )
         if self.flat and any(getattr(m, "sparse", False) is True for m in model.modules()):
             raise MixedPrecisionError(_SPARSE)
+        if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+            raise MixedPrecisionError(
+                "a TorchScript module takes no hooks, so no file would hold its 32-bit weights: "
+                "train the module itself, and script it after to_fp32()"
+            )
         for name, p in model.named_parameters():
-            if p.dtype in (torch.float16, torch.bfloat16):
+            if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
                 return notice_once(
                     f"`{name}` is in {p.dtype} already: training goes on from its rounded values, "
                     "the low bits of its 32-bit weights are gone. Start from the 32-bit model "
@@ -316,19 +363,23 @@ class MasterParams:
             p.data = master.detach().clone() if p in self.grads else master.detach()
             p.grad_dtype = None  # as gradients are of any other model
             p.grad = None if g is None else g.detach().clone()
-        for module, k, full in self.buffers:
-            module._buffers[k] = self._full_buffer(module._buffers[k], full)
+        for m in self.model.modules():
+            m._buffers |= {k: self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
+            if isinstance(m, ParametrizationList | nn.LocalResponseNorm):
+                compute_in_float(m, torch.float32)
         return self.model
 
-    def _full_buffer(self, now, full):
-        return _keep_low_bits(now, full.to(now.device, torch.float32), self.dtype)
+    def _full_buffer(self, module, k, now):
+        kept = self.buffers.get((module, k))
+        if kept is not None:
+            return kept.whole(now)
+        return now.float() if now.dtype == self.dtype else now  # it came later, from 16-bit numbers
 
     def adopt(self) -> None:
         "Take over what others did to the model: wrote weights, moved it, copied it."
         if self.is_stepping:  # an exception came between the optimizer and the model
             self.give_back()
-        layouts = [{_layout(t) for t in (p, self.master[p], g)} for p, g in self.grads.items()]
-        if any(len(kinds) > 1 for kinds in layouts):
+        if not all(self._is_laid_out(p, g) for p, g in self.grads.items()):
             self._forget_layout()  # `Module.to` takes gradients along, and out of their vector
         for p, master in self.master.items():
             if master.device != p.device:
@@ -337,19 +388,25 @@ class MasterParams:
             if full.data_ptr() != master.data_ptr():
                 master.data.copy_(full)
             self._restore_dtypes(p)
-        for m, k, full in self.buffers:
-            if m._buffers[k].dtype != self.dtype:
-                m._buffers[k] = self._full_buffer(m._buffers[k], full)
-        for m, k, dtype in self.buffer_dtype:
-            m._buffers[k] = m._buffers[k].to(dtype)
+        for (m, k), kept in self.buffers.items():
+            now = m._buffers.get(k)
+            if now is not None and is_castable(now) and now.dtype != kept.dtype:
+                kept.full = kept.whole(now)
+                m._buffers[k] = kept.full.to(kept.dtype)
+
+    def _is_laid_out(self, p, g):
+        master = self.master[p]
+        is_view = g.untyped_storage().data_ptr() == g._base.untyped_storage().data_ptr()
+        return is_view and _layout(p) == _layout(master) == _layout(g)
 
     def _restore_dtypes(self, p):
         if p.dtype != self.param_dtype[p]:
             p.data = self.master[p].detach().to(self.param_dtype[p], copy=True)
-        if p.grad_dtype != torch.float32:  # `copy.deepcopy` forgets it
-            p.grad_dtype = torch.float32
-        if p.grad is not None and p.grad.dtype != torch.float32:
-            p.grad = p.grad.float()
+        grad_dtype = _grad_dtype(self.master[p])
+        if p.grad_dtype != grad_dtype:  # `copy.deepcopy` forgets it
+            p.grad_dtype = grad_dtype
+        if p.grad is not None and p.grad.dtype != grad_dtype:
+            p.grad = p.grad.to(grad_dtype)
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -380,6 +437,8 @@ class MasterParams:
             raise ValueError("a parameter is in two groups of the optimizer, or twice in one")
         self._forget_layout()
         self.model_params = model_params
+        for p in sum(model_params, []):  # frozen until now, in 16 bits from the start
+            self.master[p] = _in_dtype(self.master[p], _full_dtype(p))
         if self.flat:
             self.master_params = [self._vectors(ps) for ps in model_params]
         else:
@@ -391,9 +450,9 @@ class MasterParams:
         self.model_params, self.master_params, self.grads = [], [], {}
 
     def _vectors(self, params):
-        "A vector of the masters of `params`, which become its views; one a device."
+        "A vector of the masters of `params`, which become its views; one a device and dtype."
         vectors = []
-        for _, run in groupby(params, key=lambda p: p.device):
+        for _, run in groupby(params, key=self._memory):
             run = list(run)
             vector = Parameter(torch.cat([_flatten(self.master[p].detach(), p) for p in run]))
             vector.grad = torch.zeros_like(vector)
@@ -401,6 +460,9 @@ class MasterParams:
             self.grads |= dict(zip(run, _split(vector.grad, run), strict=True))
             vectors.append(vector)
         return vectors
+
+    def _memory(self, p):
+        return p.device, self.master[p].dtype
 
     def units(
         self,
@@ -417,7 +479,7 @@ class MasterParams:
             return [Unit([p], self.master.get(p, p)) for p in params if p.grad is not None]
         units = [Unit([p], p) for p in params if p not in self.master and p.grad is not None]
         for i in (2 * group, 2 * group + 1):
-            runs = groupby(self.model_params[i], key=lambda p: p.device)
+            runs = groupby(self.model_params[i], key=self._memory)
             for vector, (_, run) in zip(self.master_params[i], runs, strict=True):
                 units += self._runs(vector, run, key)
         return units
@@ -441,16 +503,36 @@ class MasterParams:
                 units.append(Unit(run, master, weights, grads, vector.grad[part]))
         return units
 
-    def _load(self, module, state_dict, prefix, *args):
+    def _load(self, module, state_dict, prefix, _metadata, _strict, _missing, _unexpected, errors):
         "Take the 32-bit values that `module` is about to round."
+        if not prefix:
+            self._loading = module
+            if not self._fits(module, state_dict):
+                self.adopt()
+                self._unfinished[module] = _Unfinished(self, module, errors)
         for k, p in module._parameters.items():
             new = state_dict.get(prefix + k)
-            if p in self.master and new is not None and new.shape == p.shape:
+            if _shape(new) == (1,) and p is not None and p.ndim == 0:  # torch takes that, too
+                new = new[0]
+            if p in self.master and _shape(new) == p.shape:
                 self.master[p].data.copy_(new)
-        for i, (m, k, full) in enumerate(self.buffers):
-            new = state_dict.get(prefix + k)
-            if m is module and new is not None and new.shape == full.shape:
-                self.buffers[i] = m, k, new.detach().to(full.device, full.dtype, copy=True)
+        for k, _ in _castable_buffers(module):
+            new, kept = state_dict.get(prefix + k), self.buffers.get((module, k))
+            if kept is not None and _shape(new) == kept.full.shape:
+                kept.full = new.detach().to(kept.full.device, kept.full.dtype, copy=True)
+
+    def _fits(self, module, state_dict):
+        mine = module.state_dict()
+        return {k: _shape(v) for k, v in mine.items()} == {
+            k: _shape(v) for k, v in state_dict.items()
+        }
+
+    def _end_load(self, module, incompatible):
+        load = self._unfinished.pop(module, None)
+        if load is not None and (load.errors or (_is_strict() and any(incompatible))):
+            load.take_back()
+        if module is self._loading and self.after_load is not None:
+            self.after_load()
 
     def _show(self, module, state_dict, prefix):
         "Put the 32-bit values of `module` into `state_dict`."
@@ -460,11 +542,48 @@ class MasterParams:
                 if not self.is_stepping:  # what somebody wrote is true before `adopt`, too
                     full = _keep_low_bits(p.detach().to(full.device), full, self.param_dtype[p])
                 state_dict[prefix + k] = full
-        for m, k, full in self.buffers:
-            if m is module and prefix + k in state_dict:
-                state_dict[prefix + k] = self._full_buffer(m._buffers[k], full)
+        for k, now in _castable_buffers(module):
+            if prefix + k in state_dict:
+                state_dict[prefix + k] = self._full_buffer(module, k, now)
 
-# %% ../nbs/03_master.ipynb #51ddbfa4
+# %% ../nbs/03_master.ipynb #c5820d42
+class _Unfinished:
+    """What a module held before a `load_state_dict` that may fail; torch raises at its end only.
+
+    By then half of a file of another model has been written.
+    """
+
+    def __init__(self, masters, module, errors):
+        self.errors = errors
+        params = list(module.parameters())
+        held = [masters.master[p] for p in params if p in masters.master]
+        self.kept = [(t, t.detach().clone()) for t in (*params, *module.buffers(), *held)]
+        self.buffers = [(kept, kept.full) for kept in masters.buffers.values()]
+
+    @torch.no_grad()
+    def take_back(self):
+        for t, kept in self.kept:
+            t.copy_(kept)
+        for kept, full in self.buffers:
+            kept.full = full
+
+
+def _is_strict():
+    "Whether the `load_state_dict` that runs raises for keys that do not match: no hook is told."
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals["strict"]
+
+
+def _has_state(module):  # others may be shared by many models: an activation as a default argument
+    return any(True for _ in chain(module.parameters(), module.buffers()))
+
+
+def _shape(value):
+    return getattr(value, "shape", None)
+
+
 class _ShowMasters:  # PyTorch marks this hook with an attribute, which a bound method cannot have
     def __init__(self, masters):
         self.masters = masters

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['check_positive', 'check_steps', 'ScaleRecord', 'LossScaler', 'nonfinite_names', 'is_finite']
 
-# %% ../nbs/04_scaler.ipynb #e22ccc86
+# %% ../nbs/04_scaler.ipynb #c2fe6f49
 import math
+from collections.abc import Iterable
 from numbers import Real
 
 import torch
@@ -72,7 +73,7 @@ class ScaleRecord:
         if scale != self.scale:
             self.changes.append((self.n_steps, scale))
 
-# %% ../nbs/04_scaler.ipynb #6426349f
+# %% ../nbs/04_scaler.ipynb #0631e6b9
 class LossScaler(GradScaler):
     """`torch.amp.GradScaler` and more: 16-bit gradients neither flush to zero nor overflow.
 
@@ -143,6 +144,19 @@ class LossScaler(GradScaler):
     def n_skipped(self) -> int:
         "How many steps were skipped."
         return len(self.record.skipped)
+
+    def scale(
+        self,
+        outputs: torch.Tensor | Iterable,  # a loss, or several in any nesting
+    ) -> torch.Tensor | Iterable:  # scaled
+        "Scale `outputs`; gradients that are unscaled already are scaled again, to be added to."
+        for optimizer in list(self._optimizers.values()):
+            if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+                self.forget(optimizer)
+                for p in (p for group in optimizer.param_groups for p in group["params"]):
+                    if p.grad is not None:
+                        p.grad.mul_(self._scale.to(p.grad.device))
+        return super().scale(outputs)
 
     def unscale_(
         self,
@@ -250,6 +264,7 @@ class LossScaler(GradScaler):
         super().load_state_dict(state_dict)
         if self._enabled:
             self._n_clean = self._init_growth_tracker
+            self._skips_in_a_row = 0
             self.record.add_scale(self.get_scale())
 
 # %% ../nbs/04_scaler.ipynb #0f285ecd

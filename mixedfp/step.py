@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['is_elementwise', 'OptimizerOnMasters', 'HeldMasters', 'BufferKeeper', 'HalfForward', 'beyond_range', 'MixedStep']
 
-# %% ../nbs/06_step.ipynb #ba28743e
+# %% ../nbs/06_step.ipynb #97c5a4ae
 import copy
 import traceback
 from collections import defaultdict
@@ -14,21 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from mixedfp.cast import (
     ComputeInFloat32,
     cast_floats,
     check_dtype,
     has_fp16_arithmetic,
+    is_castable,
     map_tensors,
     notice_once,
     to_float,
 )
+from .distributed import average_over_ranks, take_from_first
 from .formats import MixedPrecisionError
 from .master import MasterParams
 from .scaler import LossScaler, is_finite
 
-# %% ../nbs/06_step.ipynb #5e0861ef
+# %% ../nbs/06_step.ipynb #f63baab9
 def _core(opt):
     "What owns parameter lists and state: fastai's OptimWrapper and Lookahead hold it as `opt`."
     while not isinstance(opt, torch.optim.Optimizer) and "opt" in vars(opt):
@@ -40,6 +43,12 @@ def _get_lists(core):
     if isinstance(core, torch.optim.Optimizer):
         return [group["params"] for group in core.param_groups]
     return core.param_lists
+
+
+def _get_hypers(core):
+    "The names of the hyper-parameters of each group."
+    is_torch = isinstance(core, torch.optim.Optimizer)
+    return [set(group) for group in (core.param_groups if is_torch else core.hypers)]
 
 
 def _set_lists(core, lists):
@@ -87,7 +96,7 @@ def _try_steps(core, weights, grads, device):
         type(core).step(probe)  # not `probe.step`: a scheduler may have bound that to `core`
     return torch.cat([p.detach().flatten() for p in params])
 
-# %% ../nbs/06_step.ipynb #3d96c71c
+# %% ../nbs/06_step.ipynb #b0f2f7a2
 def _signature(p, state):
     "What must be equal for parameters to share a unit: the keys of their state, and its numbers."
     return [(k, _kind(v, p)) for k, v in sorted(state.items())]
@@ -126,6 +135,9 @@ class OptimizerOnMasters:
                 f"{_describe(opt)} does not update a vector as it updates its pieces (it looks at "
                 "whole layers): as one vector all would be one layer. Use flat_master=False"
             )
+        core = _core(opt)
+        for p, s in core.state.items():  # made when `opt` was, over 16-bit parameters
+            core.state[p] = {k: to_float(v) for k, v in s.items()}
         own = dict(opt=opt, masters=masters, scaler=scaler, held=HeldMasters(self))
         own |= dict(units=None, unscaled=False, _lists=None, _rest=None, _versions=None)
         vars(self).update(own)
@@ -273,9 +285,10 @@ class OptimizerOnMasters:
         self,
         scale: float,  # > 0
     ) -> None:
-        "Scale the gradients again: they were unscaled, and scaled ones are to be added."
-        for u in self.units or []:
-            u.master.grad.mul_(scale)
+        "Scale the gradients by hand: what is to be added to them, or has been, is scaled as well."
+        lists = self._lists or _get_lists(_core(self.opt))
+        for g in [p.grad for ps in lists for p in ps if p.grad is not None]:
+            g.mul_(scale)  # the masters' gradients are the same memory
         self.unscaled = False
 
     def state_dict(self) -> dict:
@@ -287,13 +300,29 @@ class OptimizerOnMasters:
         self,
         state_dict: dict,  # of this, or of a plain optimizer over a 32-bit model
     ) -> None:
-        "Load the optimizer's state, and the loss scale's where it is there."
+        """Load the optimizer's state, and the loss scale's where it is there.
+
+        Raises: whatever the optimizer raises, ValueError for the state of one that knows less;
+        then the optimizer is what it was.
+        """
         state, core = dict(state_dict), _core(self.to_model())
         scale = state.pop("loss_scale", None)
-        if isinstance(core, torch.optim.Optimizer):
-            self._load_torch(core, state)
-        else:
-            self.opt.load_state_dict(state)
+        hypers, lists = _get_hypers(core), [list(ps) for ps in _get_lists(core)]
+        before = [(o, dict(vars(o))) for o in (self.opt, core)]
+        try:
+            if isinstance(core, torch.optim.Optimizer):
+                self._load_torch(core, state)
+            else:
+                self.opt.load_state_dict(state)
+            missing = [k for a, b in zip(hypers, _get_hypers(core), strict=True) for k in a - b]
+            if missing:
+                raise ValueError(f"the state is of another optimizer: it has no {missing[0]!r}")
+        except Exception:
+            for o, attrs in before:
+                vars(o).clear()
+                vars(o).update(attrs)
+            _set_lists(core, lists)
+            raise
         if scale and self.scaler is not None:
             self.scaler.load_state_dict(scale)
 
@@ -326,6 +355,14 @@ def _zero_(grads):
             g.zero_()
 
 
+def _as_real(master):
+    if not master.is_complex():
+        return master
+    real = torch.view_as_real(master.detach())
+    real.grad = torch.view_as_real(master.grad)
+    return real
+
+
 class HeldMasters:
     "The masters that an `OptimizerOnMasters` holds, as a `GradScaler` wants to see an optimizer."
 
@@ -334,8 +371,8 @@ class HeldMasters:
 
     @property
     def param_groups(self) -> list[dict]:
-        "One group with every master."
-        return [{"params": [u.master for u in self.opt.units or []]}]
+        "One group with every master; a complex one as real numbers, which is all a scaler takes."
+        return [{"params": [_as_real(u.master) for u in self.opt.units or []]}]
 
     def nonfinite_names(self) -> list[str]:
         "The model's names for the parameters whose gradients hold inf or nan."
@@ -345,7 +382,7 @@ class HeldMasters:
             names.get(p, "a parameter outside the model") for p in params if not is_finite(p.grad)
         ]
 
-# %% ../nbs/06_step.ipynb #97225b2c
+# %% ../nbs/06_step.ipynb #0da768a8
 class BufferKeeper:
     "Keeps what a forward pass may write over in a model's buffers, to take it back."
 
@@ -356,7 +393,7 @@ class BufferKeeper:
         self.slots = [
             (m, k) for m in model.modules() for k, b in m._buffers.items() if b is not None
         ]
-        self.kept = [(None, 0, None)] * len(self.slots)  # buffer, its version, a copy
+        self.kept = [(None, 0, None)] * len(self.slots)  # buffer or None, its version, a copy
         self.is_pending = False
 
     def keep(self) -> None:
@@ -364,30 +401,36 @@ class BufferKeeper:
         if not self.is_pending:
             for i in self._touched():
                 m, k = self.slots[i]
-                b = m._buffers[k]
-                self.kept[i] = b, b._version, b.clone()
+                b = m._buffers.get(k)
+                self.kept[i] = (None, 0, None) if b is None else (b, b._version, b.clone())
         self.is_pending = True
+
+    def keep_again(self) -> None:
+        "Copy the buffers anew if a step is under way: a checkpoint was loaded in the middle of it."
+        if self.is_pending:
+            self.is_pending = False
+            self.keep()
 
     def take_back(self) -> None:
         "Write the copies back: every buffer has the bits that it had at `keep`."
-        for i in self._touched():
+        for i in self._touched() if self.is_pending else ():
             (m, k), (b, _, kept) = self.slots[i], self.kept[i]
-            m._buffers[k] = b.copy_(kept)
-            self.kept[i] = b, b._version, kept
+            m._buffers[k] = b if b is None else b.copy_(kept)
+            self.kept[i] = b, b if b is None else b._version, kept
         self.is_pending = False
 
     def _touched(self):
         "Which buffers may differ from their copies: statistics always, kernels count no writes."
         for i, ((m, k), (b, version, _)) in enumerate(zip(self.slots, self.kept, strict=True)):
-            now = m._buffers[k]
-            if now is not b or b.is_floating_point() or b._version != version:
+            now = m._buffers.get(k)
+            if now is not b or (b is not None and (b.is_floating_point() or b._version != version)):
                 yield i
 
     def let_go(self) -> None:
         "Accept what was written."
         self.is_pending = False
 
-# %% ../nbs/06_step.ipynb #17112c15
+# %% ../nbs/06_step.ipynb #b65ef4e7
 class HalfForward:
     """The forward pass of a float16 model: computed in float32 where there is no fp16 arithmetic.
 
@@ -400,6 +443,11 @@ class HalfForward:
         native: bool = False,  # use PyTorch's fp16 kernels on any device
     ):
         self.model, self.native, self.inner = model, native, vars(model).get("forward")
+
+    def __getstate__(self) -> dict:
+        """Be copied and pickled without what `torch.compile` has made: no copy can have it."""
+        is_compiled = hasattr(self.model, "_orig_mod")
+        return vars(self) | dict(inner=None if is_compiled else self.inner)
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
@@ -438,8 +486,10 @@ class HalfForward:
 
     def remove(self) -> None:
         "Give the model its own forward back."
+        if vars(self.model).get("forward") is not self:
+            return
         if self.inner is None:
-            vars(self.model).pop("forward", None)
+            del self.model.forward
         else:
             self.model.forward = self.inner
 
@@ -465,7 +515,7 @@ def beyond_range(
             )
     return None
 
-# %% ../nbs/06_step.ipynb #85085c3f
+# %% ../nbs/06_step.ipynb #f8822dbf
 class MixedStep:
     """All that mixed precision does with a batch, in the order in which it happens.
 
@@ -485,8 +535,9 @@ class MixedStep:
     ):
         self.dtype, self.flat_master, self.native = check_dtype(dtype), flat_master, native
         self.scaler = LossScaler(enabled=dtype == torch.float16) if scaler is None else scaler
-        self.masters = self.opt = self.buffers = self.forward = self.loss = None
-        self._inputs, self._check_inputs, self._is_scaled = None, True, False
+        self.masters = self.opt = self.buffers = self.forward = self.loss = self.ddp = None
+        self._inputs, self._check_inputs = None, True
+        self._is_scaled, self._used_scale = False, 1.0
         self._has_warned = False
 
     def attach(
@@ -494,22 +545,42 @@ class MixedStep:
         model: nn.Module,  # in 32 bits; goes to `dtype` in place
     ) -> None:
         "Take `model` over, or take over what others did to it since. Raises: as MasterParams."
+        ddp = model if isinstance(model, DistributedDataParallel) else None
+        called = model if ddp is None else ddp.module
+        model = getattr(called, "_orig_mod", called)  # of what `torch.compile` returns
         if self.masters is not None and not self._is_attached_to(model):
             self.detach()
         if self.masters is None:
             self.masters = MasterParams(model, self.dtype, self.flat_master)
-            self.buffers = BufferKeeper(model)
-            if self.dtype == torch.float16:
-                model.forward = self.forward = HalfForward(model, self.native)
         else:
             if self.opt is not None:
                 self.opt.to_model()
             self.masters.adopt()
-        self.buffers.let_go()
+        if self.dtype == torch.float16 and not self._has_forward(called):
+            called.forward = self.forward = HalfForward(called, self.native)
+        if ddp is not self.ddp:
+            self._share_with(ddp)
+        self.buffers = BufferKeeper(model)  # a forward pass may have made new ones
+        self.masters.after_load = self.buffers.keep_again
         self._check_inputs = True
 
+    def _has_forward(self, called):
+        if self.forward is None or not hasattr(called, "_orig_mod"):
+            return self.forward is not None
+        return vars(called).get("forward") is self.forward  # a copy is compiled anew, without it
+
+    def _share_with(self, ddp):
+        "Leave to `ddp` all but the averaging: it would average before gradients are in 32 bits."
+        if self.ddp is not None:
+            self.ddp.require_backward_grad_sync = True
+        if ddp is not None:
+            ddp.require_backward_grad_sync = False
+            take_from_first(self.masters.master.values(), ddp.process_group)
+            self.masters.give_back()
+        self.ddp = ddp
+
     def _is_attached_to(self, model):
-        floats = {p for p in model.parameters() if p.is_floating_point()}
+        floats = {p for p in model.parameters() if is_castable(p)}
         return self.masters.model is model and set(self.masters.master) == floats
 
     def hold(
@@ -529,9 +600,12 @@ class MixedStep:
         if self.masters is None:
             return
         if self.opt is not None:
+            if self._is_scaled and not self.opt.unscaled:  # called off in between
+                self.opt.rescale(1 / self._used_scale)
             self.opt.to_model()
         if self.forward is not None:
             self.forward.remove()
+        self._share_with(None)
         self.masters.restore()
         self.masters = self.opt = self.buffers = self.forward = self.loss = self._inputs = None
 
@@ -545,6 +619,8 @@ class MixedStep:
         "Cast a batch's inputs, and note what a skipped step has to take back."
         if training and self.scaler.is_enabled():
             self.buffers.keep()
+        if self.dtype == torch.float32:
+            return inputs
         self._inputs = inputs, cast_floats(inputs, self.dtype)
         if self._check_inputs:
             self._check_range()
@@ -563,29 +639,41 @@ class MixedStep:
         pred: Any,  # what the model returned
     ) -> Any:  # the same, 16-bit tensors in float32
         "Cast predictions so that the loss is computed in 32 bits."
-        return to_float(pred)
+        return pred if self.dtype == torch.float32 else to_float(pred)
 
     def scale(
         self,
         loss: Tensor,  # (), float32
     ) -> Tensor:  # the one to call `backward` on
         "Scale the loss; until `update`, `self.loss` is the true one."
-        if (
-            self.opt.unscaled
-        ):  # the last step was called off after `unscale`: its gradients are added to
+        if self.opt.unscaled:  # the last step was called off: its gradients are added to
             self.opt.rescale(self.scaler.get_scale())
+        else:
+            self._follow_scale()
+        self._used_scale = self.scaler.record.scale
         self.scaler.forget(self.opt.held)
         self.loss, self._is_scaled = loss, True
         return self.scaler.scale(loss)
 
     def unscale(self) -> bool:  # whether they are all finite: else `skip`
         "Take the gradients to the masters, unscale and check them. Sync: one number, if scaled."
+        if self.ddp is not None:
+            average_over_ranks(self.masters.model.parameters(), self.ddp.process_group)
         self.opt.take_grads()
         if not (self.scaler.is_enabled() and self._is_scaled):
             return True  # or somebody called backward on a loss of their own
+        self._follow_scale()
         self.scaler.unscale_(self.opt.held)
         self.opt.unscaled = True
         return not self.scaler.found_nonfinite(self.opt.held)
+
+    def _follow_scale(self):
+        "A checkpoint may have brought another scale since the loss was scaled."
+        if self._is_scaled and not self.opt.unscaled:
+            now = self.scaler.record.scale
+            if now != self._used_scale:
+                self.opt.rescale(now / self._used_scale)
+                self._used_scale = now
 
     def step(self) -> None:
         "Step the masters, and give their weights back to the model."

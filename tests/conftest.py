@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib
@@ -11,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+pytest_plugins = ["callback_table"]
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 # The same examples on each run; no deadline, since a busy machine is no bug.

@@ -3,9 +3,11 @@
     formats   testing            what 16 bits can hold, and how it is tested
     cast                         what is cast
     master ‖ scaler ‖ layerwise  the weights; the scales: these do not know the casts
+    distributed                  what processes tell each other
     step                         one batch, in order
     optimizer ‖ report           for a plain PyTorch loop; what the numbers did
     callback ‖ skorch            trainers
+    checkpoint                   a fastai run that goes on where it was killed
     examples, compare            data, models, the command
     all                          what a fastai user imports
 
@@ -24,16 +26,18 @@ PACKAGE = "mixedfp"
 ABOVE = {"formats": set(), "testing": {"formats"}}
 ABOVE["cast"] = {"formats", "testing"}
 ABOVE["master"] = {"formats", "testing", "cast"}
-ABOVE["scaler"] = ABOVE["layerwise"] = {"formats", "testing"}
-ABOVE["step"] = {"formats", "testing", "cast", "master", "scaler", "layerwise"}
+ABOVE["scaler"] = ABOVE["layerwise"] = ABOVE["distributed"] = {"formats", "testing"}
+ABOVE["step"] = {"formats", "testing", "cast", "master", "scaler", "layerwise", "distributed"}
 ABOVE["optimizer"] = ABOVE["report"] = ABOVE["step"] | {"step"}
 CORE = set(ABOVE)
 ABOVE["callback"] = ABOVE["skorch"] = CORE
-ABOVE["examples"] = CORE | {"callback", "skorch"}
+ABOVE["checkpoint"] = CORE | {"callback"}
+ABOVE["examples"] = CORE | {"callback", "skorch", "checkpoint"}
 ABOVE["compare"] = ABOVE["examples"] | {"examples"}
 ABOVE["all"] = ABOVE["compare"] | {"compare"}
 
-STANDS_BESIDE = {"callback": "skorch", "skorch": "fastai"}  # the package each trainer leaves alone
+# the package that each trainer leaves alone
+STANDS_BESIDE = {"callback": "skorch", "checkpoint": "skorch", "skorch": "fastai"}
 ON_IMPORT = sys.stdlib_module_names | {"torch"}
 IN_FUNCTIONS = ON_IMPORT | {"matplotlib"}
 
