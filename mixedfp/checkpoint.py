@@ -21,11 +21,17 @@ from fastcore.foundation import L
 
 from .formats import MixedPrecisionError
 
-# %% ../nbs/13_checkpoint.ipynb #59c9ccdd
+# %% ../nbs/13_checkpoint.ipynb #e59cd1b1
 def _generators(dls):
     "The generators that the `DataLoader`s of `dls` keep for themselves."
     named = [(vars(dl).get("rng"), vars(dl).get("generator")) for dl in getattr(dls, "loaders", [])]
     return [rng for pair in named for rng in pair if rng is not None]
+
+
+def _orders(dls):
+    "The order of the texts in each `LMDataLoader`, which every epoch shuffles further."
+    items = [getattr(dl, "items", None) for dl in getattr(dls, "loaders", [])]
+    return [it.idxs for it in items if hasattr(it, "idxs")]
 
 
 def _on_devices(verb):
@@ -47,9 +53,10 @@ def _random_states(dls):
             r.getstate() if isinstance(r, random.Random) else r.get_state()
             for r in _generators(dls)
         ],
+        "orders": [list(idxs) for idxs in _orders(dls)],
     }
 
-# %% ../nbs/13_checkpoint.ipynb #4270cef7
+# %% ../nbs/13_checkpoint.ipynb #91dbd68d
 def _to_cpu(o):
     return [t.cpu() for t in o] if isinstance(o, list) else o.cpu()
 
@@ -64,6 +71,9 @@ def _set_random_states(states, dls):
         _on_devices("set")(_to_cpu(states["devices"]))
     for r, state in zip(_generators(dls), states["dls"], strict=False):
         r.setstate(state) if isinstance(r, random.Random) else r.set_state(state.cpu())
+    for idxs, order in zip(_orders(dls), states["orders"], strict=False):
+        for i, at in enumerate(order):
+            idxs[i] = at  # in place: the lengths of the texts are ordered by the same list
 
 # %% ../nbs/13_checkpoint.ipynb #c54affe0
 def _write(state, path):
@@ -126,7 +136,7 @@ def _groups(opt):
         return [sorted(h) for h in opt["hypers"]], len(opt["state"])
     return [(sorted(g), len(g["params"])) for g in opt.get("param_groups", [])]
 
-# %% ../nbs/13_checkpoint.ipynb #7dc43449
+# %% ../nbs/13_checkpoint.ipynb #b58f5ebb
 class Checkpoint(Callback):
     """Write after every epoch what the next one starts from, for `cbs=` of any fit.
 

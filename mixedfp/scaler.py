@@ -73,7 +73,7 @@ class ScaleRecord:
         if scale != self.scale:
             self.changes.append((self.n_steps, scale))
 
-# %% ../nbs/04_scaler.ipynb #0631e6b9
+# %% ../nbs/04_scaler.ipynb #20f0ba40
 class LossScaler(GradScaler):
     """`torch.amp.GradScaler` and more: 16-bit gradients neither flush to zero nor overflow.
 
@@ -256,6 +256,11 @@ class LossScaler(GradScaler):
             "this: look at the inputs, the loss and these layers, or train in bfloat16"
         )
 
+    def state_dict(self) -> dict:
+        "The scale, its settings, and the counts; `torch.amp.GradScaler` reads it as well."
+        state = super().state_dict()
+        return {**state, "skips_in_a_row": self._skips_in_a_row} if state else state
+
     def load_state_dict(
         self,
         state_dict: dict,  # of a `LossScaler` or a `torch.amp.GradScaler`
@@ -264,7 +269,7 @@ class LossScaler(GradScaler):
         super().load_state_dict(state_dict)
         if self._enabled:
             self._n_clean = self._init_growth_tracker
-            self._skips_in_a_row = 0
+            self._skips_in_a_row = state_dict.get("skips_in_a_row", 0)  # torch's has none
             self.record.add_scale(self.get_scale())
 
 # %% ../nbs/04_scaler.ipynb #0f285ecd

@@ -28,6 +28,8 @@ from fastai.callback.tracker import (
 )
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import load_model
+from fastai.losses import CrossEntropyLossFlat
+from fastai.text.data import LMDataLoader, LMTensorText
 from tiny import Do, make_learner, pictures, plain, silent
 from torch import nn
 
@@ -383,6 +385,35 @@ def test_with_other_callbacks(cbs, precision, tmp_path):
     With fastai's `start_epoch` alone a tracker fails in the first epoch that is skipped.
     """
     check(tmp_path, partial(start, precision=precision), steady, CALLBACKS[cbs])
+
+
+def text_dls():
+    """Return texts of numbers, whose order each epoch shuffles further."""
+    random.seed(5)
+    texts = [torch.arange(i, i + 20) % 16 for i in range(12)]
+    dls = [
+        LMDataLoader([LMTensorText(t) for t in texts], bs=4, seq_len=5, shuffle=True, device="cpu")
+        for _ in range(2)
+    ]
+    return DataLoaders(*dls, device="cpu")
+
+
+def language_model():
+    """Return a model of the next word, given one."""
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+
+
+@pytest.mark.parametrize("precision", ["fp32", FLAT])
+def test_with_a_language_model(precision, tmp_path):
+    """Its loader keeps the order of the last epoch, to shuffle it again."""
+
+    def make(path):
+        loss_func = CrossEntropyLossFlat()
+        return start(path, precision, language_model, dls=text_dls(), loss_func=loss_func)
+
+    whole, parts = check(tmp_path, make, steady)
+    orders = [list(learn.dls.train.items.idxs) for learn in (whole, parts)]
+    assert orders[0] == orders[1] != list(range(12))
 
 
 def test_skipped_epochs_overwrite_nothing_of_others(tmp_path):
