@@ -10,6 +10,8 @@ import torch
 from fastai.callback import fp16
 from fastai.callback.fp16 import ModelToHalf, NonNativeMixedPrecision
 from fastai.learner import Learner
+from fastai.torch_core import params
+from torch import nn
 
 
 class AutocastOnCpu(fp16.MixedPrecision):
@@ -61,3 +63,18 @@ def masters(learn: Learner, **kwargs) -> Learner:
 
 
 flat_masters = partial(masters, flat_master=True)
+
+# What they can train
+
+
+def net():
+    """Return a convolution, a norm and a layer; fastai's masters take no parameter of no dim."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(4, 2),
+    )  # fmt: skip
+
+
+def two_groups(model):
+    """Split `net` into body and head."""
+    return [params(model[:3]), params(model[3:])]

@@ -21,8 +21,9 @@ from fastai.callback.training import GradientClip
 from fastai.optimizer import SGD
 from fastais_own import autocast as autocast_on_cpu
 from fastais_own import masters as masters_on_cpu
+from fastais_own import net, two_groups
 from packaging.version import Version
-from tiny import Do, make_dls, make_learner, opt_state, params, torch_optimizer, weights
+from tiny import Do, make_dls, make_learner, opt_state, torch_optimizer, weights
 from torch import nn
 
 from mixedfp import cast
@@ -100,19 +101,6 @@ def files_go_elsewhere(tmp_path, monkeypatch):
 
 
 # What the checks are made of
-
-
-def net():
-    """Return a convolution, a norm and a layer; fastai's masters take no parameter of no dim."""
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        nn.Linear(4, 2),
-    )  # fmt: skip
-
-
-def two_groups(model):
-    """Split `net` into body and head."""
-    return [params(model[:3]), params(model[3:])]
 
 
 def linear():

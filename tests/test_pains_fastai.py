@@ -16,6 +16,7 @@ import torch
 from fastai.callback.core import CancelBatchException
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import SGD, Adam, Lookahead, Optimizer, sgd_step
+from fastais_own import net, two_groups
 from tiny import (
     ELEMENTWISE,
     LAYERWISE,
@@ -24,7 +25,6 @@ from tiny import (
     make_dls,
     make_learner,
     opt_state,
-    params,
     pictures,
     plain,
     torch_optimizer,
@@ -97,19 +97,6 @@ def pain(*fastais, on=OURS, error=AssertionError, says=None):
 
 
 # What the checks are made of
-
-
-def net():
-    """Return a convolution, a norm and a layer; fastai's masters take no parameter of no dim."""
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        nn.Linear(4, 2),
-    )  # fmt: skip
-
-
-def two_groups(model):
-    """Split `net` into body and head."""
-    return [params(model[:3]), params(model[3:])]
 
 
 def learner(opt="sgd", model=net, **kwargs):

@@ -70,7 +70,8 @@ def test_without_bounds_it_is_torch(kwargs, overflows):
         w, v = run(ours, [overflow]), run(theirs, [overflow])
         if not 2.0**-120 < theirs.get_scale() < 2.0**120:
             return
-        assert_same([w.data, ours.state_dict()], [v.data, theirs.state_dict()], name=f"step {i}")
+        state = GradScaler.state_dict(ours)
+        assert_same([w.data, state], [v.data, theirs.state_dict()], name=f"step {i}")
 
 
 @given(patterns, exponents, st.integers(1, 5))
@@ -103,7 +104,8 @@ def test_saved_loaded_and_continued_is_uninterrupted(kwargs, overflows, cut, sav
     second.load_state_dict(torch.load(file, weights_only=True))
     run(second, overflows[cut:])
     assert first.scales + second.scales == unbroken.scales
-    assert_same(second.state_dict(), unbroken.state_dict())
+    kept = GradScaler if saver is GradScaler else LossScaler  # torch's knows no skips in a row
+    assert_same(kept.state_dict(second), kept.state_dict(unbroken))
 
 
 @given(patterns, st.integers(1, 5))
