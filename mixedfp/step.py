@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['is_elementwise', 'OptimizerOnMasters', 'HeldMasters', 'BufferKeeper', 'HalfForward', 'beyond_range', 'MixedStep']
 
-# %% ../nbs/06_step.ipynb #97c5a4ae
+# %% ../nbs/06_step.ipynb #45b2951b
 import copy
 import traceback
 from collections import defaultdict
@@ -26,7 +26,7 @@ from mixedfp.cast import (
     notice_once,
     to_float,
 )
-from .distributed import average_over_ranks, take_from_first
+from .distributed import average_over_ranks, renew_reducer, take_from_first
 from .formats import MixedPrecisionError
 from .master import MasterParams
 from .scaler import LossScaler, is_finite
@@ -515,7 +515,7 @@ def beyond_range(
             )
     return None
 
-# %% ../nbs/06_step.ipynb #f8822dbf
+# %% ../nbs/06_step.ipynb #e1c9c318
 class MixedStep:
     """All that mixed precision does with a batch, in the order in which it happens.
 
@@ -605,9 +605,12 @@ class MixedStep:
             self.opt.to_model()
         if self.forward is not None:
             self.forward.remove()
-        self._share_with(None)
         self.masters.restore()
+        ddp = self.ddp
+        self._share_with(None)
         self.masters = self.opt = self.buffers = self.forward = self.loss = self._inputs = None
+        if ddp is not None:
+            renew_reducer(ddp)
 
     # the way of a batch
 
@@ -652,7 +655,7 @@ class MixedStep:
             self._follow_scale()
         self._used_scale = self.scaler.record.scale
         self.scaler.forget(self.opt.held)
-        self.loss, self._is_scaled = loss, True
+        self.loss, self._is_scaled = loss, self.scaler.is_enabled()
         return self.scaler.scale(loss)
 
     def unscale(self) -> bool:  # whether they are all finite: else `skip`
@@ -660,7 +663,7 @@ class MixedStep:
         if self.ddp is not None:
             average_over_ranks(self.masters.model.parameters(), self.ddp.process_group)
         self.opt.take_grads()
-        if not (self.scaler.is_enabled() and self._is_scaled):
+        if not self._is_scaled:
             return True  # or somebody called backward on a loss of their own
         self._follow_scale()
         self.scaler.unscale_(self.opt.held)

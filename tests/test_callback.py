@@ -473,6 +473,18 @@ def test_to_fp32_gives_the_masters_back(dtype, flat):
     learn.fit(1)
 
 
+@pytest.mark.parametrize("precision", [p for p in PRECISIONS if p != "fp32"])
+def test_gradients_that_are_left_are_true_in_32_bits(precision):
+    """An accumulation that a fit's end cuts off leaves scaled gradients: not for long."""
+    left = {}
+    for name in ("fp32", precision):
+        learn = PRECISIONS[name](make_learner())
+        learn.fit(1, 0.01, cbs=GradientAccumulation(24))  # three batches of four
+        left[name] = [p.grad.clone() for p in learn.to_fp32().model.parameters()]
+    assert max(g.abs().max() for g in left["fp32"]) > 0.01
+    torch.testing.assert_close(left[precision], left["fp32"], rtol=0.1, atol=0.01)
+
+
 def test_to_fp32_without_anything_to_undo():
     learn = make_learner()
     before = weights(learn)
