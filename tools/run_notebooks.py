@@ -78,6 +78,8 @@ def run_apart(path: Path, args: argparse.Namespace) -> bool:
     """Run the notebook at `path` in its own process, print how it went, and say if it passed."""
     threads = str(max(1, (os.cpu_count() or 1) // args.workers))
     limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if args.write:  # fastai brings warnings of PyTorch's that no reader can do anything about
+        limits["PYTHONWARNINGS"] = "ignore::FutureWarning"
     start = time.perf_counter()
     try:
         done = subprocess.run(
