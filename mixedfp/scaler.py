@@ -5,10 +5,14 @@
 # %% auto #0
 __all__ = ['check_positive', 'check_steps', 'ScaleRecord', 'LossScaler', 'nonfinite_names', 'is_finite']
 
-# %% ../nbs/04_scaler.ipynb #c2fe6f49
+# %% ../nbs/04_scaler.ipynb #aebacb91
+import copy
 import math
 from collections.abc import Iterable
+from contextlib import contextmanager
 from numbers import Real
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.amp import GradScaler
@@ -73,14 +77,45 @@ class ScaleRecord:
         if scale != self.scale:
             self.changes.append((self.n_steps, scale))
 
-# %% ../nbs/04_scaler.ipynb #20f0ba40
+# %% ../nbs/04_scaler.ipynb #63682f8d
+class _Overflow(Exception):
+    "Ends a step from inside its closure."
+
+
+def _as_taken(p):
+    "What the scaler's kernel is to unscale and check for `p`: it takes no complex gradient."
+    if p.grad.is_complex() and not p.grad.is_sparse:
+        return [_with_grad(torch.view_as_real(p.grad))]
+    if p.grad.is_sparse and not p.grad.is_coalesced():  # what is finite may have an infinite sum
+        return [p, _with_grad(p.grad.coalesce().values())]
+    return [p]
+
+
+def _with_grad(grad):
+    p = torch.empty_like(grad)
+    p.grad = grad
+    return p
+
+
+def _some(names):
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _name(group, i, j):
+    "What a group calls its parameter `j`, or which one of group `i` it is."
+    if "param_names" in group:
+        return group["param_names"][j]
+    return f"parameter {j} of group {i}, shape {tuple(group['params'][j].shape)}"
+
+# %% ../nbs/04_scaler.ipynb #f6475730
 class LossScaler(GradScaler):
     """`torch.amp.GradScaler` and more: 16-bit gradients neither flush to zero nor overflow.
 
-    More: bounds, a constant mode that still checks, `unscale_` that may be asked for twice, a
-    record (`scales`, `skipped`), and an error that names the culprits after `max_skips` skips.
+    More: bounds, a constant mode that still checks, `unscale_` that may be asked for twice, steps
+    with a closure, a record (`scales`, `skipped`), and an error that names the culprits after
+    `max_skips` skips.
     Raises: TypeError, ValueError for settings without sense; MixedPrecisionError from `update`.
-    Sync: `step` reads one number from the device, `update` one more when the scale changes.
+    Sync: `step` reads one number from the device; none with a fused optimizer, which decides there.
     Source: https://docs.pytorch.org/docs/2.10/amp.html#gradient-scaling
     """
 
@@ -126,9 +161,19 @@ class LossScaler(GradScaler):
             enabled,
         )
         self.dynamic, self.max_skips = dynamic, max_skips
-        self.record = ScaleRecord(init_scale)
-        self._skips_in_a_row = self._n_clean = 0
+        self._record, self._skips_in_a_row = ScaleRecord(init_scale), 0
         self._optimizers = {}
+        # what `scale` was called with since the last `update`, and who has stepped since
+        self._n_scaled, self._used, self._served = 0, None, set()
+        # the scale and growth count on the host, and iterations that only the device knows about
+        self._host = torch.tensor(init_scale), torch.tensor(0, dtype=torch.int32)
+        self._unread, self._found, self._before = [], False, (0, init_scale)
+
+    @property
+    def record(self) -> ScaleRecord:
+        "Scales and skips so far. Sync: one number for all the steps that only the device knows of."
+        self._read()
+        return self._record
 
     @property
     def scales(self) -> list[float]:
@@ -143,7 +188,7 @@ class LossScaler(GradScaler):
     @property
     def n_skipped(self) -> int:
         "How many steps were skipped."
-        return len(self.record.skipped)
+        return len(self.skipped)
 
     def scale(
         self,
@@ -153,27 +198,64 @@ class LossScaler(GradScaler):
         for optimizer in list(self._optimizers.values()):
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
                 self.forget(optimizer)
+                scale = self._scale if self._used is None else self._used
                 for p in (p for group in optimizer.param_groups for p in group["params"]):
                     if p.grad is not None:
-                        p.grad.mul_(self._scale.to(p.grad.device))
-        return super().scale(outputs)
+                        p.grad.mul_(scale.to(p.grad.device))
+        scaled = super().scale(outputs)
+        if self._enabled and self._n_scaled == 0:
+            self._used, self._served = self._scale.clone(), set()
+        self._n_scaled += 1
+        return scaled
 
     def unscale_(
         self,
         optimizer: torch.optim.Optimizer,  # whose gradients are divided by the scale and checked
     ) -> None:
         "Unscale the gradients of `optimizer`, once an iteration however often it is asked for."
-        if (
-            self._enabled
-            and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-        ):
+        if not self._enabled:
+            optimizer.param_groups  # noqa: B018, whose gradients come when asked for
             return
-        super().unscale_(optimizer)
-        self._optimizers[id(optimizer)] = optimizer
+        if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
+            with self._at_used_scale(optimizer):
+                super().unscale_(optimizer)
+            self._optimizers[id(optimizer)] = optimizer
+
+    @contextmanager
+    def _at_used_scale(self, optimizer):
+        "Go back to the scale of the loss: an `update` may have come before this optimizer's step."
+        if id(optimizer) in self._served:  # its second step: the loss is scaled by hand
+            self._used, self._served = None, set()
+        now = self._scale
+        self._scale = now if self._used is None else self._used
+        try:
+            yield
+        finally:
+            self._scale = now
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        params, refused = [], []
+        for i, group in enumerate(optimizer.param_groups):
+            for j, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    params += _as_taken(p)
+                    if p.grad.dtype == torch.float16 and not allow_fp16:
+                        refused.append(_name(group, i, j))
+        if refused:
+            raise ValueError(
+                f"Attempting to unscale FP16 gradients, of {_some(refused)}: divided by the scale "
+                "they would flush to zero. Let the optimizer step 32-bit masters, "
+                "mixedfp.optimizer.MasterOptimizer(optimizer)"
+            )
+        devices = {p.grad.device.type for p in params}
+        if devices and self._device not in devices:
+            raise ValueError(
+                f"the scaler is for {self._device!r}, the gradients are on {sorted(devices)}: "
+                f"expected LossScaler({min(devices)!r})"
+            )
+        seen = SimpleNamespace(param_groups=[{"params": params}])
+        checks = super()._unscale_grads_(seen, inv_scale, found_inf, allow_fp16)
         # no gradient at all is no overflow, and no reason to fail
-        checks = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         return checks or {found_inf.device: found_inf}
 
     def found_nonfinite(
@@ -192,19 +274,73 @@ class LossScaler(GradScaler):
         self,
         optimizer: torch.optim.Optimizer,  # stepped, unless a gradient is inf or nan
         *args,
-        **kwargs,  # for the optimizer's `step`
-    ) -> float | None:  # what that returns
-        "Unscale the gradients if nobody has, and step. Raises: RuntimeError for a closure."
-        if self._enabled and args:  # PyTorch refuses only the keyword; it would run on scaled ones
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        return super().step(optimizer, *args, **kwargs)
+        **kwargs,  # for the optimizer's `step`; a closure scales its loss and returns the true one
+    ) -> Any:  # what that returned, or: True, False if skipped, None if only the device knows
+        """Unscale the gradients if nobody has, and step.
+
+        Where a closure's gradients overflow, all that the step has done until then is undone.
+        Raises: RuntimeError for a closure that calls `backward` on a loss without scale.
+        """
+        closure = kwargs.get("closure", args[0] if args else None)
+        if self._enabled and callable(closure):
+            return self._step_with(closure, optimizer)
+        if not self._enabled:
+            done = super().step(optimizer, *args, **kwargs)
+        else:
+            with self._at_used_scale(optimizer):
+                done = super().step(optimizer, *args, **kwargs)
+            self._served.add(id(optimizer))
+        on_device = self._enabled and getattr(optimizer, "_step_supports_amp_scaling", False)
+        return True if done is None and not on_device else done
 
     def _check_inf_per_device(self, optimizer):  # instead of `unscale_`, for fused optimizers
         self._optimizers[id(optimizer)] = optimizer
         return super()._check_inf_per_device(optimizer)
 
     def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
-        return None if self.found_nonfinite(optimizer) else optimizer.step(*args, **kwargs)
+        if self.found_nonfinite(optimizer):
+            return self._skip(optimizer)
+        return optimizer.step(*args, **kwargs)
+
+    def _skip(self, optimizer):
+        optimizer._opt_called = True  # a schedule may go on: it would warn of a missing step
+        if hasattr(optimizer, "skip"):
+            optimizer.skip()
+        return False
+
+    def _step_with(self, closure, optimizer):
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        kept = [p.detach().clone() for p in params]
+        state = {p: copy.deepcopy(s) for p, s in optimizer.state.items()}
+        try:
+            if self._n_scaled:  # by a `backward` before the step, as SAM wants it
+                self._unscale_or_overflow(optimizer)
+            done = optimizer.step(lambda: self._evaluate(closure, optimizer))
+        except _Overflow:
+            for p, before in zip(params, kept, strict=True):
+                p.detach().copy_(before)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            done = self._skip(optimizer)
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        self._served.add(id(optimizer))
+        return True if done is None else done
+
+    def _evaluate(self, closure, optimizer):
+        self.forget(optimizer)
+        n_scaled = self._n_scaled
+        loss = closure()
+        if self._n_scaled == n_scaled:
+            raise RuntimeError("the closure has to call backward on scaler.scale(loss)")
+        self._unscale_or_overflow(optimizer)
+        return loss
+
+    def _unscale_or_overflow(self, optimizer):
+        self.unscale_(optimizer)
+        if self.found_nonfinite(optimizer):
+            raise _Overflow
 
     def forget(
         self,
@@ -224,40 +360,96 @@ class LossScaler(GradScaler):
             return
         if isinstance(new_scale, Real):
             new_scale = check_positive("new_scale", new_scale)
-        bad = [o for o in self._optimizers.values() if self.found_nonfinite(o)]
+        optimizers = list(self._optimizers.values())
         checked = any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
-        self._skips_in_a_row = self._skips_in_a_row + 1 if bad else 0
-        error = self._hopeless(bad) if self._skips_in_a_row >= self.max_skips else None
+        found = self._found_in_any(optimizers)
+        late = self._n_scaled == 0 and self._used is not None  # another one, in one iteration
         if checked and not self.dynamic and new_scale is None:
-            super().update(self.record.scale)
+            super().update(self._host[0].item())
+        elif checked and late and new_scale is None:
+            super().update(self._after_late(found))
         else:
             super().update(new_scale)
             if self.dynamic and new_scale is None:
                 self._scale.clamp_(self.min_scale, self.max_scale)
-        self._optimizers = {}
-        self._n_clean = 0 if bad else self._n_clean + 1
+        self._optimizers, self._n_scaled = {}, 0
+        self._found = self._found | found if late else found
         if checked:
-            self.record.add_step(skipped=bool(bad))
-        is_outside = not self.min_scale <= self.record.scale <= self.max_scale  # loaded, or by hand
-        if bad or new_scale is not None or is_outside or self._n_clean >= self._growth_interval:
-            self.record.add_scale(self.get_scale())
-            self._n_clean = self._get_growth_tracker()
-        if error is not None:
+            self._unread.append((found, late))
+        if isinstance(found, bool) or len(self._unread) >= self.max_skips or new_scale is not None:
+            self._read()
+        if new_scale is not None:
+            self._set_host()
+        if self._skips_in_a_row >= self.max_skips:
             self._skips_in_a_row = 0
-            raise error
+            raise self._hopeless(optimizers)
+
+    def _found_in_any(self, optimizers):
+        "Whether a step was skipped; a number on the device where nobody has read it yet."
+        states = [self._per_optimizer_states[id(o)] for o in optimizers]
+        if all("nonfinite" in state for state in states):
+            return any(state["nonfinite"] for state in states)
+        found = [v for state in states for v in state["found_inf_per_device"].values()]
+        return torch.stack([v.to(self._scale.device) for v in found]).amax() > 0
+
+    def _after_late(self, found):
+        "The scale where an `update` came before this step: less, if this is the first overflow."
+        found, before = (
+            torch.as_tensor(f, device=self._scale.device) for f in (found, self._found)
+        )
+        self._growth_tracker.mul_(~found)
+        backed_off = (self._used * self._backoff_factor).clamp(self.min_scale, self.max_scale)
+        return torch.where(found & ~before, backed_off, self._scale)
+
+    def _read(self):
+        "Bring the record up to date, with one wait for the device if any."
+        unread, self._unread = self._unread, []
+        on_device = [found for found, _ in unread if not isinstance(found, bool)]
+        known = iter(torch.stack(on_device).tolist() if on_device else [])
+        for found, late in unread:
+            skipped = found if isinstance(found, bool) else next(known)
+            if not late:
+                self._before = self._skips_in_a_row, self._host[0].item()
+                self._record.add_step(skipped)
+                self._follow(skipped)
+            elif skipped and self._record.n_steps - 1 not in self._record.skipped[-1:]:
+                self._record.skipped.append(self._record.n_steps - 1)
+                self._skips_in_a_row = self._before[0]
+                self._host[0].fill_(self._before[1])
+                self._follow(skipped)
+
+    def _follow(self, skipped):
+        "Do on the host what the device did, by the same kernel."
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        if self.dynamic:
+            rule = self._growth_factor, self._backoff_factor, self._growth_interval
+            torch._amp_update_scale_(*self._host, torch.tensor(float(skipped)), *rule)
+            self._host[0].clamp_(self.min_scale, self.max_scale)
+            self._record.add_scale(self._host[0].item())
+
+    def _set_host(self):
+        "Follow a scale that came from outside. Sync: two numbers."
+        self._host[0].fill_(self.get_scale())
+        self._host[1].fill_(self._get_growth_tracker())
+        self._record.add_scale(self._host[0].item())
 
     def _hopeless(self, optimizers):
         names = [name for o in optimizers for name in nonfinite_names(o)]
-        named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        named = named or "parameters whose gradients are cleared by now"
+        named = _some(names) if names else "parameters whose gradients are cleared by now"
         return MixedPrecisionError(
             f"{self.max_skips} steps in a row were skipped, the last at a loss scale of "
-            f"{self.record.scale:g}: inf or nan in the gradients of {named}. No loss scale cures "
+            f"{self.scales[-1]:g}: inf or nan in the gradients of {named}. No loss scale cures "
             "this: look at the inputs, the loss and these layers, or train in bfloat16"
         )
 
+    def __getstate__(self) -> dict:
+        """Be copied and pickled with the record up to date."""
+        self._read()
+        return super().__getstate__()
+
     def state_dict(self) -> dict:
         "The scale, its settings, and the counts; `torch.amp.GradScaler` reads it as well."
+        self._read()
         state = super().state_dict()
         return {**state, "skips_in_a_row": self._skips_in_a_row} if state else state
 
@@ -266,13 +458,14 @@ class LossScaler(GradScaler):
         state_dict: dict,  # of a `LossScaler` or a `torch.amp.GradScaler`
     ) -> None:
         "Continue from a saved scale and growth count."
+        self._read()
         super().load_state_dict(state_dict)
         if self._enabled:
-            self._n_clean = self._init_growth_tracker
             self._skips_in_a_row = state_dict.get("skips_in_a_row", 0)  # torch's has none
-            self.record.add_scale(self.get_scale())
+            self._used = None
+            self._set_host()
 
-# %% ../nbs/04_scaler.ipynb #0f285ecd
+# %% ../nbs/04_scaler.ipynb #77ee06fc
 def nonfinite_names(
     optimizer: torch.optim.Optimizer,  # or anything with `param_groups`, or with this as a method
 ) -> list[str]:
@@ -283,8 +476,7 @@ def nonfinite_names(
     for i, group in enumerate(optimizer.param_groups):
         for j, p in enumerate(group["params"]):
             if p.grad is not None and not is_finite(p.grad):
-                unnamed = f"parameter {j} of group {i}, shape {tuple(p.shape)}"
-                names.append(group["param_names"][j] if "param_names" in group else unnamed)
+                names.append(_name(group, i, j))
     return names
 
 # %% ../nbs/04_scaler.ipynb #60f6cee3

@@ -31,7 +31,7 @@ def existing(names):
 def test_the_core_loads_torch_alone():
     """One process for all of the core: what the first one loads, none of the others may have."""
     names = existing(CORE)
-    assert {"formats", "testing", "cast", "master", "scaler", "step"} <= set(names)
+    assert {"formats", "testing", "cast", "master", "scaler", "step", "optimizer"} <= set(names)
     assert loaded_by("\n".join(f"import mixedfp.{name}" for name in names)) == []
 
 

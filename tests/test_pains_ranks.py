@@ -24,7 +24,7 @@ def on_two_ranks(work, folder):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(30)
+        process.join(120)  # the machine may be busy
         process.kill()
     found = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
     for result in found:

@@ -48,9 +48,11 @@ def test_found_nonfinite_asked_early():
     assert w.isfinite().all()
 
 
-def test_positional_closure_never_on_scaled_gradients():
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_never_runs_on_scaled_gradients(by_name):
     scaler = LossScaler("cpu", 1024.0)
     w, opt = make_opt()
+    before, lr = w.detach().clone(), opt.param_groups[0]["lr"]
 
     def closure():
         opt.zero_grad()
@@ -59,8 +61,10 @@ def test_positional_closure_never_on_scaled_gradients():
         return loss
 
     closure()
-    with pytest.raises(RuntimeError, match="[Cc]losure"):
-        scaler.step(opt, closure)
+    args, kwargs = ((), dict(closure=closure)) if by_name else ((closure,), {})
+    scaler.step(opt, *args, **kwargs)
+    assert torch.equal(w, before - lr)
+    assert torch.equal(w.grad, torch.ones(2))
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
