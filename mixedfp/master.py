@@ -180,7 +180,7 @@ def widen_grad(
     g = p.grad.coalesce() if p.grad.is_sparse else p.grad
     p.grad = g.to(dtype)
 
-# %% ../nbs/03_master.ipynb #ff57ad7e
+# %% ../nbs/03_master.ipynb #785b1580
 class Unit:
     "What an optimizer steps as one tensor: a master, and the model parameters it is the master of."
 
@@ -195,9 +195,11 @@ class Unit:
         self.params, self.master, self.grads, self.grad = params, master, grads, grad
         self.weights = [master] if weights is None else weights
         self.is_flat = weights is not None
+        self.shown = None  # the gradient that the master was seen with
 
     def take_grads(self) -> None:
         "Make the parameters' gradients, in float32, the master's: the same memory, seen by both."
+        self._take_replaced()
         grads = [p.grad for p in self.params]
         if grads[0] is None:  # then none of them has one
             self.master.grad = None
@@ -211,6 +213,19 @@ class Unit:
                 for p, g in zip(self.params, self.grads, strict=True):
                     p.grad = g
             self.master.grad = self.grad
+        self.shown = self.master.grad
+
+    def _take_replaced(self):
+        "Take over what somebody has put into `master.grad`, if the parameters' are as shown."
+        now, grads = self.master.grad, [p.grad for p in self.params]
+        shown = self.grads if self.is_flat else [self.shown]
+        if self.shown is None or now is self.shown or any(map(is_not, grads, shown)):
+            return
+        if self.is_flat and now is not None:
+            self.grad.copy_(now)
+            return
+        for p in self.params:
+            p.grad = now
 
     def _widen(self, p):
         if p is not self.master and p.grad.dtype != self.master.dtype:

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['GradTaker', 'MasterOptimizer', 'with_masters']
 
-# %% ../nbs/07_optimizer.ipynb #79e215e3
+# %% ../nbs/07_optimizer.ipynb #dd6a4532
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from operator import is_not
@@ -167,7 +168,7 @@ class GradTaker:
 def _is_distributed():
     return distributed.is_available() and distributed.is_initialized()
 
-# %% ../nbs/07_optimizer.ipynb #172107be
+# %% ../nbs/07_optimizer.ipynb #7660c201
 class MasterOptimizer(Optimizer):
     """An optimizer of `torch.optim` that steps float32 masters of a 16-bit model's parameters.
 
@@ -237,7 +238,9 @@ class MasterOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:  # fused ones unscale, and skip on the device
-        return getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        known = inspect.signature(self.optimizer.step).parameters
+        fused = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return fused and "grad_scaler" not in known  # that is how it was done before
 
     def nonfinite_names(self) -> list[str]:
         "The names of the parameters whose gradients hold inf or nan. Sync: a number each."

@@ -65,7 +65,7 @@ def _set_lists(core, lists):
     else:
         core.param_lists = lists
 
-# %% ../nbs/06_step.ipynb #ec7a6570
+# %% ../nbs/06_step.ipynb #b5da41db
 def is_elementwise(
     opt: Any,  # an optimizer of fastai or torch.optim; not changed
     device: str | torch.device = "cpu",  # where to try it
@@ -89,7 +89,10 @@ def is_elementwise(
 
 def _try_steps(core, weights, grads, device):
     "The weights, as one vector, after a step of a copy of `core` on each of `grads`."
-    probe = copy.copy(core)
+    probe = object.__new__(type(core))  # `copy.copy` of torch's would leave out what is its own
+    vars(probe).update(
+        {k: copy.copy(v) if isinstance(v, list) else v for k, v in vars(core).items()}
+    )
     params = [Parameter(w.to(device, copy=True)) for w in weights]
     probe.state = defaultdict(dict)
     if isinstance(core, torch.optim.Optimizer):
@@ -121,7 +124,7 @@ def _describe(opt):
     steps = [getattr(cb, "func", cb).__name__ for cb in getattr(core, "cbs", [])]
     return f"{type(core).__name__} with {steps[-1]}" if steps else type(core).__name__
 
-# %% ../nbs/06_step.ipynb #4e5f9772
+# %% ../nbs/06_step.ipynb #161173fb
 def _signature(p, state):
     "What must be equal for parameters to share a unit: the keys of their state, and its numbers."
     return [(k, _kind(v, p)) for k, v in sorted(state.items())]
@@ -308,6 +311,7 @@ class OptimizerOnMasters:
             return _zero_([u.master.grad for u in self.units if u.master.grad is not None])
         for u in self.units or []:
             u.master.grad = None if self.every else u.grad  # a vector keeps its memory
+            u.shown = None
         params = [p for ps in self._lists or _get_lists(_core(self.opt)) for p in ps]
         if set_to_none:
             for p in params:
