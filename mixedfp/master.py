@@ -316,7 +316,7 @@ def _keep_low_bits(now, full, dtype):
     same = now == full.to(dtype).to(now.dtype)  # `now` may have been cast on, by `model.half()`
     return full if bool(same.all()) else torch.where(same, full, now.to(full.dtype))
 
-# %% ../nbs/03_master.ipynb #7a451e45
+# %% ../nbs/03_master.ipynb #e650b742
 class MasterParams:
     """The owner of both copies: `model` goes to `dtype`, its original weights become the masters.
 
@@ -349,7 +349,7 @@ class MasterParams:
         for p, g in zip(params, grads, strict=True):
             self._take_in(p, g)
         self.buffers = {(m, k): _Buffer(b, m._buffers[k].dtype) for m, k, b in buffers}
-        self.is_stepping = False
+        self.is_stepping = self.is_restored = False
         self.layouts, self.grads = {}, {}  # by optimizer; by parameter
         self._hooks, self._unfinished, self._loading = [], {}, None
         self.after_load = None  # called after a `load_state_dict`
@@ -438,6 +438,7 @@ class MasterParams:
             m._buffers |= {k: self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
             if isinstance(m, ParametrizationList | nn.LocalResponseNorm):
                 compute_in_float(m, torch.float32)
+        self.is_restored = True
         return self.model
 
     def _full_buffer(self, module, k, now):

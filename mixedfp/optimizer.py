@@ -168,7 +168,7 @@ class GradTaker:
 def _is_distributed():
     return distributed.is_available() and distributed.is_initialized()
 
-# %% ../nbs/07_optimizer.ipynb #7660c201
+# %% ../nbs/07_optimizer.ipynb #a5ddcfd1
 class MasterOptimizer(Optimizer):
     """An optimizer of `torch.optim` that steps float32 masters of a 16-bit model's parameters.
 
@@ -249,6 +249,10 @@ class MasterOptimizer(Optimizer):
     @torch._disable_dynamo  # its stand-ins for parameters know no `grad_dtype`
     def _take_grads(self):
         "Make the model's gradients the masters'."
+        if self.masters.is_restored:
+            raise MixedPrecisionError(
+                "restore() has given the model its masters back: step the optimizer that it gave you"
+            )
         if not self._is_busy:
             self._on.take_grads()
             if self._seen[0] is not self._on.units:

@@ -1,49 +1,16 @@
 """Number 28 of tests/test_pains.py: processes that train one model together agree, bit for bit."""
 
-import traceback
 from functools import partial
-from multiprocessing import get_context
 
 import pytest
 import torch
+from ranks import on_two_ranks
 from tiny import Do, make_dls, make_learner, masters, opt_state, pictures, weights
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
-
-# Two processes
-
-
-def on_two_ranks(work, folder):
-    """Run `work(rank)` in two processes that talk to each other; return both results."""
-    context = get_context("forkserver")  # a fork of this process would copy its threads' locks
-    context.set_forkserver_preload(["tiny"])
-    ranks = [context.Process(target=_run, args=(work, rank, str(folder))) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)  # the machine may be busy
-        process.kill()
-    found = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    for result in found:
-        assert not isinstance(result, str), result
-    return found
-
-
-def _run(work, rank, folder):
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
-    )
-    try:
-        result = work(rank)
-    except Exception:
-        result = traceback.format_exc()
-    torch.save(result, f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
-
 
 # A learner
 
@@ -117,7 +84,9 @@ def test_pain_28_ranks_agree(dtype, near, tmp_path):
     before or after: both start from rank 0's weights, and go where 32 bits go. fastai's own is not
     compared: its autocast leaves the weights in 32 bits, and to `DistributedDataParallel` alone.
     """
-    (one, full, start, alone), (two, *_) = on_two_ranks(partial(train_all, dtype=dtype), tmp_path)
+    (one, full, start, alone), (two, *_) = on_two_ranks(
+        partial(train_all, dtype=dtype), tmp_path, ("tiny",)
+    )
 
     def distance(weights):
         return (weights - full).norm() / (full - start).norm()
@@ -160,7 +129,9 @@ def plain_loop(rank):
 
 def test_pain_28_a_plain_loop_with_uneven_batches(tmp_path):
     """While both run, both skip the same steps at the same scale; `join` shares the weights."""
-    (one, skipped, scales, i), (two, skipped_2, scales_2, j) = on_two_ranks(plain_loop, tmp_path)
+    (one, skipped, scales, i), (two, skipped_2, scales_2, j) = on_two_ranks(
+        plain_loop, tmp_path, ("tiny",)
+    )
     assert (i, j) == (5, 3)
     assert skipped == skipped_2 == [1]
     assert scales[:4] == scales_2 == [512.0, 512.0, 256.0, 256.0]
