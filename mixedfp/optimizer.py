@@ -168,7 +168,7 @@ class GradTaker:
 def _is_distributed():
     return distributed.is_available() and distributed.is_initialized()
 
-# %% ../nbs/07_optimizer.ipynb #a5ddcfd1
+# %% ../nbs/07_optimizer.ipynb #c9028133
 class MasterOptimizer(Optimizer):
     """An optimizer of `torch.optim` that steps float32 masters of a 16-bit model's parameters.
 
@@ -251,7 +251,7 @@ class MasterOptimizer(Optimizer):
         "Make the model's gradients the masters'."
         if self.masters.is_restored:
             raise MixedPrecisionError(
-                "restore() has given the model its masters back: step the optimizer that it gave you"
+                "restore() gave the model its masters back: step the optimizer that it returned"
             )
         if not self._is_busy:
             self._on.take_grads()
