@@ -40,9 +40,10 @@ lint: .venv/.dev
 types: .venv/.dev
 	pyright
 
+# Only fastai differs between the environments: tests that leave it alone are run in the other one.
 test-latest: .venv-latest/.installed-$(TODAY)
 	python tools/run_notebooks.py --workers $(WORKERS)
-	pytest -q -n $(WORKERS) tests --callback-table=check
+	pytest -q -n $(WORKERS) $$(grep -lE '^ *(import|from) (tiny|fastai|mixedfp[.](all|callback|examples|compare))' tests/test_*.py) --callback-table=check
 
 readme: .venv/.dev
 	python tools/readme.py
