@@ -75,6 +75,6 @@ clean:
 
 .venv-latest/.installed-$(TODAY): $(INSTALL_FROM) | .venv-latest/bin/python
 	@echo "installing today's newest packages into .venv-latest: a few minutes the first time"
-	.venv-latest/bin/python -m pip install -qq -U --upgrade-strategy eager -e . \
+	.venv-latest/bin/python -m pip install -qq -U --upgrade-strategy eager -e '.[skorch]' \
 	    pytest pytest-xdist hypothesis nbconvert ipykernel nbformat
 	@touch $@

@@ -107,7 +107,7 @@ def _name(group, i, j):
         return group["param_names"][j]
     return f"parameter {j} of group {i}, shape {tuple(group['params'][j].shape)}"
 
-# %% ../nbs/04_scaler.ipynb #f6475730
+# %% ../nbs/04_scaler.ipynb #e7e1129e
 class LossScaler(GradScaler):
     """`torch.amp.GradScaler` and more: 16-bit gradients neither flush to zero nor overflow.
 
@@ -164,7 +164,7 @@ class LossScaler(GradScaler):
         self._record, self._skips_in_a_row = ScaleRecord(init_scale), 0
         self._optimizers = {}
         # what `scale` was called with since the last `update`, and who has stepped since
-        self._n_scaled, self._used, self._served = 0, None, set()
+        self.n_scaled, self._used, self._served = 0, None, set()
         # the scale and growth count on the host, and iterations that only the device knows about
         self._host = torch.tensor(init_scale), torch.tensor(0, dtype=torch.int32)
         self._unread, self._found, self._before = [], False, (0, init_scale)
@@ -203,9 +203,9 @@ class LossScaler(GradScaler):
                     if p.grad is not None:
                         p.grad.mul_(scale.to(p.grad.device))
         scaled = super().scale(outputs)
-        if self._enabled and self._n_scaled == 0:
+        if self._enabled and self.n_scaled == 0:
             self._used, self._served = self._scale.clone(), set()
-        self._n_scaled += 1
+        self.n_scaled += 1
         return scaled
 
     def unscale_(
@@ -315,7 +315,7 @@ class LossScaler(GradScaler):
         kept = [p.detach().clone() for p in params]
         state = {p: copy.deepcopy(s) for p, s in optimizer.state.items()}
         try:
-            if self._n_scaled:  # by a `backward` before the step, as SAM wants it
+            if self.n_scaled:  # by a `backward` before the step, as SAM wants it
                 self._unscale_or_overflow(optimizer)
             done = optimizer.step(lambda: self._evaluate(closure, optimizer))
         except _Overflow:
@@ -330,9 +330,9 @@ class LossScaler(GradScaler):
 
     def _evaluate(self, closure, optimizer):
         self.forget(optimizer)
-        n_scaled = self._n_scaled
+        n_scaled = self.n_scaled
         loss = closure()
-        if self._n_scaled == n_scaled:
+        if self.n_scaled == n_scaled:
             raise RuntimeError("the closure has to call backward on scaler.scale(loss)")
         self._unscale_or_overflow(optimizer)
         return loss
@@ -363,7 +363,7 @@ class LossScaler(GradScaler):
         optimizers = list(self._optimizers.values())
         checked = any(s["found_inf_per_device"] for s in self._per_optimizer_states.values())
         found = self._found_in_any(optimizers)
-        late = self._n_scaled == 0 and self._used is not None  # another one, in one iteration
+        late = self.n_scaled == 0 and self._used is not None  # another one, in one iteration
         if checked and not self.dynamic and new_scale is None:
             super().update(self._host[0].item())
         elif checked and late and new_scale is None:
@@ -372,7 +372,7 @@ class LossScaler(GradScaler):
             super().update(new_scale)
             if self.dynamic and new_scale is None:
                 self._scale.clamp_(self.min_scale, self.max_scale)
-        self._optimizers, self._n_scaled = {}, 0
+        self._optimizers, self.n_scaled = {}, 0
         self._found = self._found | found if late else found
         if checked:
             self._unread.append((found, late))
