@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['mixed_precision', 'MixedPrecision']
 
-# %% ../nbs/10_callback.ipynb #789249d1
+# %% ../nbs/10_callback.ipynb #c9437061
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from .formats import MixedPrecisionError
 from .scaler import LossScaler, check_positive
 from .step import MixedStep
 
-# %% ../nbs/10_callback.ipynb #e5b1d1e9
+# %% ../nbs/10_callback.ipynb #4d08b21a
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
@@ -46,6 +47,9 @@ class MixedPrecision(Callback):
         native: bool = False,  # float16 with PyTorch's kernels where the CPU has no fp16 arithmetic
         init_scale: float | None = None,  # fastai's word for `loss_scale`
         enabled: bool = True,  # fastai's switch for scaling
+        layer_scales: Mapping[str, float]
+        | str
+        | None = None,  # scales of layers, by name, on top of the loss scale; or 'auto'
     ):
         scaler = LossScaler(
             init_scale=check_positive(
@@ -60,7 +64,7 @@ class MixedPrecision(Callback):
             max_scale=max_scale,
             max_skips=max_skips,
         )
-        self.mixed = MixedStep(dtype, flat_master, scaler, native)
+        self.mixed = MixedStep(dtype, flat_master, scaler, native, layer_scales)
 
     # `add_cb` sets the learner, `remove_cb` sets None: then the model is to be in 32 bits again
     @property
@@ -215,6 +219,11 @@ class MixedPrecision(Callback):
     def loss_scale(self) -> float:
         "The scale of the next step; 1 where nothing is scaled."
         return self.mixed.scaler.get_scale()
+
+    @property
+    def layer_scales(self) -> dict[str, float]:
+        "The scales that layers have of their own, by name; they multiply the loss scale."
+        return {} if self.mixed.layers is None else self.mixed.layers.layer_scales
 
     @property
     def scales(self) -> list[float]:

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['LayerInfo', 'are_finite', 'fitting_exponent', 'LayerwiseGradientScaler']
 
-# %% ../nbs/05_layerwise.ipynb #ad7aeb77
+# %% ../nbs/05_layerwise.ipynb #3e18804b
 import copy
 import difflib
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from numbers import Real
@@ -276,7 +277,7 @@ def _what_is_there(name, model):
     near = difflib.get_close_matches(str(name), modules, 3, 0.3) or list(modules)[:4]
     return f"which is no module: expected a name of named_modules(), such as {near}"
 
-# %% ../nbs/05_layerwise.ipynb #d2d9004c
+# %% ../nbs/05_layerwise.ipynb #b8721cd4
 class _Hooks:
     "The hooks of a model: they note where layers begin and end, and put factors on the edges."
 
@@ -301,6 +302,7 @@ class _Hooks:
         # such a layer overflows unseen: it has no parameters
         self.bare = {info for info in layers if not list(info.layer.parameters(recurse=False))}
         self.handles: list[RemovableHandle] = []
+        self.is_new = True  # an iteration, as far as the hooks know
         self.half = [p for info in layers for p in info.layer.parameters() if p.itemsize == 2]
         self.opened: list[Tensor] = []  # those whose gradients may be in 32 bits, and are for now
         self.traces: dict[int, _Trace] = {}  # by thread: a device's backward pass has its own
@@ -310,11 +312,12 @@ class _Hooks:
 
     def put_on(self) -> None:
         self.take_off()
+        if self.is_new:
+            self.traces, self.order, self.largest, self.is_new = {}, {}, [], False
         self.opened = [p for p in self.half if p.grad_dtype is None]
         for p in self.opened:  # or its gradient would leave its layer in 16 bits
             if p.grad is None or p.grad.dtype == torch.float32:
                 p.grad_dtype = torch.float32
-        self.traces, self.order, self.largest = {}, {}, []
         for m, enter in self.prepared:
             self.handles.append(m.register_forward_pre_hook(enter, prepend=True))
             self.handles.append(m.register_forward_hook(self._leave, always_call=True))
@@ -408,7 +411,7 @@ class _Hooks:
         for g in (grads[i] for i in places if grads[i] is not None):
             self.largest.append((owner, g.detach().abs().amax()))
 
-# %% ../nbs/05_layerwise.ipynb #440984fc
+# %% ../nbs/05_layerwise.ipynb #75a02b9b
 class LayerwiseGradientScaler:
     """Give layers of `model` a scale of their own; every gradient that leaves one is the true one.
 
@@ -461,10 +464,35 @@ class LayerwiseGradientScaler:
 
     def scale(self) -> None:
         "Begin an iteration: from here on the layers of every forward pass have their scales."
+        self.begin()
+        self._hooks.put_on()
+
+    def begin(self) -> None:
+        "Begin an iteration whose forward passes say themselves when they run, by `listening`."
         self._is_scaling, self._is_finite, self._stepped = True, None, []
         self._counts = {}
         self._hooks.observe = self._observe if self.auto_steps_left else None
-        self._hooks.put_on()
+        self._hooks.is_new = True
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        "Have the hooks on for one forward pass of an iteration: if it breaks off they go as well."
+        if self._is_scaling:
+            self._hooks.put_on()
+        try:
+            yield
+        finally:
+            self._hooks.take_off()
+
+    @property
+    def is_scaling(self) -> bool:
+        "Whether an iteration has begun, and `unscale` not been called."
+        return self._is_scaling
+
+    @property
+    def layer_scales(self) -> dict[str, float]:
+        "The scales of now, by the layers' names."
+        return {info.layer_name: info.scaling_factor for info in self._scaled}
 
     def cover(
         self,
@@ -600,7 +628,7 @@ class LayerwiseGradientScaler:
     def state_dict(self) -> dict:
         "The scales and growth counts: plain numbers, by layer."
         return {
-            "scales": {info.layer_name: info.scaling_factor for info in self._scaled},
+            "scales": self.layer_scales,
             "growth_trackers": {info.layer_name: info.growth_tracker for info in self._scaled},
             "auto_steps_left": self.auto_steps_left,
         }

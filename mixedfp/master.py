@@ -270,7 +270,7 @@ _SPARSE = (
     "or nn.Embedding(sparse=False)"
 )
 
-# %% ../nbs/03_master.ipynb #299faff8
+# %% ../nbs/03_master.ipynb #fc2094a4
 def _layout(t):
     return t.device, t.stride()
 
@@ -286,7 +286,7 @@ def _grad_dtype(master):
 
 
 def _make_master(p):
-    return Parameter(p.data.to(_full_dtype(p)))  # `detach` shares the version counter
+    return Parameter(p.detach().to(_full_dtype(p)).data)  # with a version counter of its own
 
 
 def _castable_buffers(module):

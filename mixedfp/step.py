@@ -6,10 +6,12 @@
 __all__ = ['is_elementwise', 'check_elementwise', 'OptimizerOnMasters', 'HeldMasters', 'BufferKeeper', 'HalfForward',
            'beyond_range', 'MixedStep']
 
-# %% ../nbs/06_step.ipynb #45b2951b
+# %% ../nbs/06_step.ipynb #7210814b
 import copy
 import traceback
 from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from mixedfp.cast import (
 )
 from .distributed import average_over_ranks, renew_reducer, take_from_first
 from .formats import MixedPrecisionError
+from .layerwise import LayerwiseGradientScaler
 from .master import MasterParams
 from .scaler import LossScaler, is_finite
 
@@ -65,7 +68,7 @@ def _set_lists(core, lists):
     else:
         core.param_lists = lists
 
-# %% ../nbs/06_step.ipynb #b5da41db
+# %% ../nbs/06_step.ipynb #e096b978
 def is_elementwise(
     opt: Any,  # an optimizer of fastai or torch.optim; not changed
     device: str | torch.device = "cpu",  # where to try it
@@ -124,7 +127,7 @@ def _describe(opt):
     steps = [getattr(cb, "func", cb).__name__ for cb in getattr(core, "cbs", [])]
     return f"{type(core).__name__} with {steps[-1]}" if steps else type(core).__name__
 
-# %% ../nbs/06_step.ipynb #161173fb
+# %% ../nbs/06_step.ipynb #2504c626
 def _signature(p, state):
     "What must be equal for parameters to share a unit: the keys of their state, and its numbers."
     return [(k, _kind(v, p)) for k, v in sorted(state.items())]
@@ -165,7 +168,7 @@ class OptimizerOnMasters:
         for p, s in core.state.items():  # made when `opt` was, over 16-bit parameters
             core.state[p] = {k: to_float(v) for k, v in s.items()}
         own = dict(opt=opt, masters=masters, scaler=scaler, held=HeldMasters(self))
-        own |= dict(every=every, units=None, unscaled=False)
+        own |= dict(every=every, units=None, unscaled=False, layers=None)
         own |= dict(_lists=None, _rest=None, _versions=None)
         vars(self).update(own)
 
@@ -338,8 +341,10 @@ class OptimizerOnMasters:
         ]
 
     def state_dict(self) -> dict:
-        "The optimizer's state per model parameter, and the loss scale's."
+        "The optimizer's state per model parameter, the loss scale's and the layer scales'."
         state = self.to_model().state_dict()
+        if self.layers is not None:
+            state = {**state, "layer_scales": self.layers.state_dict()}
         return state if self.scaler is None else {**state, "loss_scale": self.scaler.state_dict()}
 
     def load_state_dict(
@@ -352,7 +357,7 @@ class OptimizerOnMasters:
         then the optimizer is what it was.
         """
         state, core = dict(state_dict), _core(self.to_model())
-        scale = state.pop("loss_scale", None)
+        scale, layers = state.pop("loss_scale", None), state.pop("layer_scales", None)
         hypers, lists = _get_hypers(core), [list(ps) for ps in _get_lists(core)]
         before = [(o, dict(vars(o))) for o in (self.opt, core)]
         try:
@@ -372,6 +377,11 @@ class OptimizerOnMasters:
             raise
         if scale and self.scaler is not None:
             self.scaler.load_state_dict(scale)
+        if layers and self.layers is not None:
+            if set(layers["scales"]) == set(self.layers.layer_scales):
+                self.layers.load_state_dict(layers)
+            else:
+                notice_once("the file has scales of other layers: those of now are kept")
 
     def _load_torch(self, core, state):
         # torch casts a state to its parameter's dtype: it has to see the float32 masters
@@ -478,7 +488,7 @@ class BufferKeeper:
         "Accept what was written."
         self.is_pending = False
 
-# %% ../nbs/06_step.ipynb #71be4be7
+# %% ../nbs/06_step.ipynb #bb8ed7ef
 class HalfForward:
     """The forward pass of a float16 model: computed in float32 where there is no fp16 arithmetic.
 
@@ -489,8 +499,10 @@ class HalfForward:
         self,
         model: nn.Module,  # in float16
         native: bool = False,  # use PyTorch's fp16 kernels on any device
+        layers: LayerwiseGradientScaler | None = None,  # whose scales the backward pass is to have
     ):
         self.model, self.native, self.inner = model, native, vars(model).get("forward")
+        self.layers = layers
 
     def __getstate__(self) -> dict:
         """Be copied and pickled without what `torch.compile` has made: no copy can have it."""
@@ -500,7 +512,8 @@ class HalfForward:
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
         try:
-            return self._forward(*args, **kwargs)
+            with nullcontext() if self.layers is None else self.layers.listening():
+                return self._forward(*args, **kwargs)
         except RuntimeError as e:
             if "without overflow" not in str(e):
                 raise
@@ -569,7 +582,7 @@ def beyond_range(
             )
     return None
 
-# %% ../nbs/06_step.ipynb #85d6086a
+# %% ../nbs/06_step.ipynb #ed217296
 class MixedStep:
     """All that mixed precision does with a batch, in the order in which it happens.
 
@@ -586,8 +599,15 @@ class MixedStep:
         scaler: LossScaler
         | None = None,  # default: a dynamic one for float16, none for other types
         native: bool = False,  # float16 with PyTorch's kernels where the CPU has no fp16 arithmetic
+        layer_scales: Mapping[str, float] | str | None = None,  # by layer, or 'auto'
     ):
         self.dtype, self.flat_master, self.native = check_dtype(dtype), flat_master, native
+        if isinstance(layer_scales, str) and layer_scales != "auto":
+            raise ValueError(
+                f"`layer_scales` is {layer_scales!r}: expected a dict of layers' names and scales, "
+                "'auto' or None"
+            )
+        self.layer_scales, self.layers = layer_scales, None
         self.scaler = LossScaler(enabled=dtype == torch.float16) if scaler is None else scaler
         self.masters = self.opt = self.buffers = self.forward = self.loss = self.ddp = None
         self._inputs, self._check_inputs = None, True
@@ -605,18 +625,27 @@ class MixedStep:
         if self.masters is not None and not self._is_attached_to(model):
             self.detach()
         if self.masters is None:
+            self.layers = self._make_layers(model)
             self.masters = MasterParams(model, self.dtype, self.flat_master)
         else:
             if self.opt is not None:
                 self.opt.to_model()
             self.masters.adopt()
-        if self.dtype == torch.float16 and not self._has_forward(called):
-            called.forward = self.forward = HalfForward(called, self.native)
+        if not (self.dtype != torch.float16 and self.layers is None or self._has_forward(called)):
+            native = self.native or self.dtype != torch.float16
+            called.forward = self.forward = HalfForward(called, native, self.layers)
         if ddp is not self.ddp:
             self._share_with(ddp)
         self.buffers = BufferKeeper(model)  # a forward pass may have made new ones
         self.masters.after_load = self.buffers.keep_again
         self._check_inputs = True
+
+    def _make_layers(self, model):
+        if self.layer_scales is None:
+            return None
+        is_auto = self.layer_scales == "auto"
+        scales = {} if is_auto else self.layer_scales
+        return LayerwiseGradientScaler(model, scales, auto=is_auto, dtype=self.dtype)
 
     def _has_forward(self, called):
         if self.forward is None or not hasattr(called, "_orig_mod"):
@@ -646,6 +675,7 @@ class MixedStep:
             opt = opt.to_model()
         if self.opt is None or self.opt.opt is not opt or self.opt.masters is not self.masters:
             self.opt = OptimizerOnMasters(opt, self.masters, self.scaler)
+        self.opt.layers = self.layers
         lists = [list(ps) for ps in _get_lists(_core(self.opt.to_model()))]
         self.masters.lay_out(lists, self.opt)
         return self.opt
@@ -664,6 +694,7 @@ class MixedStep:
         ddp = self.ddp
         self._share_with(None)
         self.masters = self.opt = self.buffers = self.forward = self.loss = self._inputs = None
+        self.layers = None
         if ddp is not None:
             renew_reducer(ddp)
 
@@ -677,6 +708,8 @@ class MixedStep:
         "Cast a batch's inputs, and note what a skipped step has to take back."
         if training and self.scaler.is_enabled():
             self.buffers.keep()
+        if training and self.layers is not None and not self.layers.is_scaling:
+            self.layers.begin()
         if self.dtype == torch.float32:
             return inputs
         self._inputs = inputs, cast_floats(inputs, self.dtype)
@@ -711,6 +744,8 @@ class MixedStep:
         self._used_scale = self.scaler.record.scale
         self.scaler.forget(self.opt.held)
         self.loss, self._is_scaled = loss, self.scaler.is_enabled()
+        if self.layers is not None:
+            self.layers.cover(loss)
         return self.scaler.scale(loss)
 
     def unscale(self) -> bool:  # whether they are all finite: else `skip`
@@ -718,6 +753,8 @@ class MixedStep:
         if self.ddp is not None:
             average_over_ranks(self.masters.model.parameters(), self.ddp.process_group)
         self.opt.take_grads()
+        if self.layers is not None and self.layers.is_scaling:
+            self.layers.unscale()
         if not self._is_scaled:
             return True  # or somebody called backward on a loss of their own
         self._follow_scale()
@@ -747,10 +784,14 @@ class MixedStep:
         "Accept a batch that ends before its backward pass: what it wrote into buffers stays."
         if not self._is_scaled:
             self.buffers.let_go()
+            if self.layers is not None:
+                self.layers.remove()
 
     def update(self) -> None:
         "Let the loss scale follow. Raises: MixedPrecisionError after too many skips in a row."
         self.buffers.let_go()
+        if self.layers is not None and not self.layers.is_scaling:
+            self.layers.update()
         self.loss = self._inputs = None
         self._is_scaled = False
         if not self.opt.unscaled:
