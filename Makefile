@@ -1,6 +1,6 @@
 # make demo         train a small model in each precision, see the table and the plot
 # make test         all checks and tests, as on every push
-# make test-latest  the notebooks and tests with today's newest fastai and torch, without nbdev
+# make test-latest  what uses fastai: notebooks and tests with today's newest packages, without nbdev
 # make readme       README.md from index.ipynb
 # make notebooks    run every notebook and keep the outputs
 # make lint types   the quick checks; pyright
@@ -11,6 +11,12 @@ DATA ?= photos
 WORKERS ?= 2
 TODAY := $(shell date +%F)
 INSTALL_FROM := settings.ini setup.py
+
+NOTEBOOKS := index.ipynb $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
+# The first lesson takes minutes: it is run once, with what a user has.
+LESSON := nbs/tutorials/01_mixed_precision_on_cifar10.ipynb
+# Only fastai differs between the environments: what leaves it alone is run in the first one.
+WITH_FASTAI := grep -lE '(import|from) (tiny|fastai|mixedfp[.](all|callback|checkpoint|examples|compare))'
 
 .PHONY: demo test test-latest readme notebooks lint types clean
 
@@ -29,7 +35,7 @@ test: .venv/.dev
 	python tools/unchanged.py nbdev_clean --fname index.ipynb
 	python tools/readme.py --check
 	$(MAKE) --no-print-directory lint
-	python tools/run_notebooks.py --nbdev --workers $(WORKERS)
+	python tools/run_notebooks.py --nbdev --workers $(WORKERS) $(filter-out $(LESSON),$(NOTEBOOKS))
 	pytest -q -n $(WORKERS) tests --callback-table=check
 
 lint: .venv/.dev
@@ -40,10 +46,9 @@ lint: .venv/.dev
 types: .venv/.dev
 	pyright
 
-# Only fastai differs between the environments: tests that leave it alone are run in the other one.
 test-latest: .venv-latest/.installed-$(TODAY)
-	python tools/run_notebooks.py --workers $(WORKERS)
-	pytest -q -n $(WORKERS) $$(grep -lE '^ *(import|from) (tiny|fastai|mixedfp[.](all|callback|examples|compare))' tests/test_*.py) --callback-table=check
+	python tools/run_notebooks.py --workers $(WORKERS) $$($(WITH_FASTAI) $(NOTEBOOKS))
+	pytest -q -n $(WORKERS) $$($(WITH_FASTAI) tests/test_*.py) --callback-table=check
 
 readme: .venv/.dev
 	python tools/readme.py
