@@ -411,7 +411,7 @@ class _Hooks:
         for g in (grads[i] for i in places if grads[i] is not None):
             self.largest.append((owner, g.detach().abs().amax()))
 
-# %% ../nbs/05_layerwise.ipynb #75a02b9b
+# %% ../nbs/05_layerwise.ipynb #c67a6325
 class LayerwiseGradientScaler:
     """Give layers of `model` a scale of their own; every gradient that leaves one is the true one.
 
@@ -548,6 +548,8 @@ class LayerwiseGradientScaler:
         self._stepped.append(optimizer)
         if self._scaled and not (self._is_finite and self._others_are_finite(optimizer)):
             optimizer._opt_called = True  # a schedule may go on: it would warn of a missing step
+            if hasattr(optimizer, "skip"):  # of a `MasterOptimizer`: running statistics go back
+                optimizer.skip()
             return False
         done = optimizer.step()
         return True if done is None else done

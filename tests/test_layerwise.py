@@ -1015,3 +1015,23 @@ def test_finite_is_what_python_says(many):
     tensors = [torch.tensor(v, dtype=d) for d, v, _ in many]
     packed = [t.to_sparse() if s else t for t, (_, _, s) in zip(tensors, many, strict=True)]
     assert are_finite(packed) == [all(map(math.isfinite, v)) for _, v, _ in many]
+
+
+def test_an_optimizer_that_can_undo_a_step_is_told_of_one_that_is_skipped():
+    """As `LossScaler` does: running statistics that the forward pass poisoned go back."""
+
+    class Undoes(SGD):
+        undone = 0
+
+        def skip(self):
+            self.undone += 1
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    opt, scaler = Undoes(model.parameters(), lr=1.0), LayerwiseGradientScaler(model, {"0": 2.0})
+    for value, undone in ((1.0, 0), (math.inf, 1)):
+        scaler.scale()
+        (model(torch.ones(1, 2)).sum() * value).backward()
+        scaler.unscale()
+        scaler.step(opt)
+        assert opt.undone == undone
+        opt.zero_grad()

@@ -1,0 +1,264 @@
+"""One loss scale against a scale for each layer: accuracy, and what is flushed to zero.
+
+    python bench/layer_scales.py --out bench/results/layer_scales.json    # 2 minutes
+
+Needs CIFAR-10 (see `mixedfp.examples.cifar10`). Two tasks: an ordinary network on CIFAR-10, and the
+network of lesson 3, built so that no single scale fits, on scikit-learn's digits. Each is trained
+in float32, in float16 with one dynamic loss scale, and with layer scales on top of that one. After
+training, one batch's gradients are compared with float32's for the same (16-bit) weights: flushed
+is what is zero here and not there.
+"""
+
+import argparse
+import copy
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean, median, stdev
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+
+from mixedfp.examples import Darknet, cifar10
+from mixedfp.layerwise import LayerwiseGradientScaler
+from mixedfp.optimizer import with_masters
+from mixedfp.scaler import LossScaler
+
+WAYS = ["fp32", "one scale", "layer scales"]
+
+
+class Block(nn.Module):
+    """A layer, around a skip where sizes allow, that hands down 2**-6 of its gradient."""
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__()
+        self.fc = nn.Linear(n_in, n_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer."""
+        y = torch.tanh(self.fc(x))
+        y = x + y if x.shape == y.shape else y
+        return y * 2.0**-6 + (y * (1 - 2.0**-6)).detach()
+
+
+class Head(nn.Module):
+    """A linear layer with large inputs and small weights: their gradients are large."""
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__()
+        self.fc = nn.Linear(n_in, n_out)
+        self.fc.weight.data /= 2.0**10
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer."""
+        return self.fc(x * 2.0**10)
+
+
+class Digits:
+    """The network that needs layer scales, and Adam, which makes long steps of tiny gradients."""
+
+    name, epochs, steps = "digits, built to need it", 10, 48  # an epoch
+
+    def __init__(self, seed: int):
+        x, y = load_digits(return_X_y=True)
+        mix = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+        self.x = torch.tensor(x, dtype=torch.float32)[mix] / 16
+        self.y = torch.tensor(y)[mix]
+        self.rng = torch.Generator().manual_seed(seed)
+
+    def model(self) -> nn.Module:
+        """Build it, with fresh weights."""
+        middle = [Block(32, 32) for _ in range(6)]
+        return nn.Sequential(Block(64, 4), Block(4, 32), *middle, Head(32, 10))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Build Adam; the head's small weights have small steps."""
+        body, head = model[:-1].parameters(), model[-1].parameters()
+        groups = [{"params": body}, {"params": head, "lr": 0.002 / 2**10}]
+        return torch.optim.Adam(groups, lr=0.002, eps=1e-25)
+
+    def train(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give the batches of an epoch."""
+        for i in torch.randperm(1536, generator=self.rng).split(32):
+            yield self.x[i], self.y[i]
+
+    def valid(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give what it is not trained with."""
+        yield self.x[1536:], self.y[1536:]
+
+
+class Cifar:
+    """Airplane or dog: a small Darknet and SGD, nothing special."""
+
+    name, epochs, steps = "CIFAR-10, airplane or dog", 3, 20  # an epoch
+
+    def __init__(self, seed: int):
+        self.dls = cifar10(n_train=1000, n_valid=500, bs=50, device="cpu", seed=seed)
+
+    def model(self) -> nn.Module:
+        """Build it, with fresh weights."""
+        return Darknet([1, 1, 1], 2, nf=16)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Build SGD."""
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+    def train(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give the batches of an epoch."""
+        for x, y in self.dls.train:
+            yield x.as_subclass(Tensor), y.as_subclass(Tensor)
+
+    def valid(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give the pictures of the test set."""
+        for x, y in self.dls.valid:
+            yield x.as_subclass(Tensor), y.as_subclass(Tensor)
+
+
+class Run:
+    """A model, and what steps it: an iteration in three parts, the same in every way."""
+
+    def __init__(self, way: str, model: nn.Module, get_optimizer: Callable):
+        self.way, self.lw = way, None
+        self.dtype = torch.float32 if way == "fp32" else torch.float16
+        opt = get_optimizer(model)
+        self.model, self.opt = with_masters(model, opt, dtype=self.dtype)
+        # it may grow early, so that one scale is as high as it can be
+        self.scaler = LossScaler("cpu", growth_interval=25, enabled=way != "fp32")
+        if way == "layer scales":
+            self.lw = LayerwiseGradientScaler(model, auto=True)
+
+    def backward(self, x: Tensor, y: Tensor) -> bool:  # whether all gradients are finite
+        """Compute the true gradients."""
+        if self.lw is not None:
+            self.lw.scale()
+        self.opt.zero_grad()
+        loss = F.cross_entropy(self.model(x.to(self.dtype)).float(), y)
+        self.scaler.scale(loss).backward()
+        fit = self.lw is None or self.lw.unscale()
+        self.scaler.unscale_(self.opt)
+        return fit and not self.scaler.found_nonfinite(self.opt)
+
+    def step(self, is_finite: bool) -> None:
+        """Step, unless a gradient has overflowed."""
+        if is_finite:
+            self.scaler.step(self.opt)
+        else:
+            self.opt.skip()
+        self.update()
+
+    def update(self) -> None:
+        """Let the scales follow."""
+        if self.lw is not None:
+            self.lw.update()
+        self.scaler.update()
+
+    @torch.no_grad()
+    def accuracy(self, batches: Iterator[tuple[Tensor, Tensor]]) -> float:  # percent
+        """Count what it gets right."""
+        self.model.eval()
+        right = [self.model(x.to(self.dtype)).argmax(1) == y for x, y in batches]
+        self.model.train()
+        return 100 * torch.cat(right).float().mean().item()
+
+
+def flushed(run: Run, fresh: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
+    """Give the share that is zero here, of each weight's gradients that are not in float32."""
+    truth = copy.deepcopy(fresh)
+    with torch.no_grad():
+        for p, q in zip(truth.parameters(), run.model.parameters(), strict=True):
+            p.copy_(q)
+    F.cross_entropy(truth(x), y).backward()
+    while not run.backward(x, y):
+        run.update()
+    shares = {}
+    both = zip(truth.named_parameters(), run.model.parameters(), strict=True)
+    for (name, p), q in both:
+        if p.ndim > 1:
+            is_there = p.grad != 0
+            shares[name.removesuffix(".weight")] = (q.grad[is_there] == 0).float().mean().item()
+    return shares
+
+
+def train_one(task: type, way: str, seed: int) -> dict:
+    """Train once: accuracy, skips, scales, and what was flushed."""
+    start = time.process_time()
+    data = task(seed)
+    torch.manual_seed(seed)
+    fresh = data.model()
+    run = Run(way, copy.deepcopy(fresh), data.optimizer)
+    rate = OneCycleLR(run.opt, [g["lr"] for g in run.opt.param_groups], task.epochs * task.steps)
+    for _ in range(task.epochs):
+        for x, y in data.train():
+            run.step(run.backward(x, y))
+            rate.step()
+    out = {"accuracy": run.accuracy(data.valid()), "cpu_seconds": time.process_time() - start}
+    if way == "fp32":
+        return out | {"loss_scale": 1.0, "skipped": 0, "flushed": {}, "exponents": {}}
+    out |= {"loss_scale": run.scaler.get_scale(), "skipped": run.scaler.n_skipped}
+    out["flushed"] = flushed(run, fresh, *next(data.train()))
+    infos = [] if run.lw is None else run.lw.get_layer_info()
+    scales = {info.layer_name: math.log2(info.scaling_factor) for info in infos}
+    return out | {"exponents": {k: v for k, v in scales.items() if k in out["flushed"]}}
+
+
+def summarize(task: type, way: str, runs: list[dict]) -> dict:
+    """Put the seeds of one way together."""
+    accuracies = [r["accuracy"] for r in runs]
+    return {
+        "network": task.name,
+        "way": way,
+        "accuracies": accuracies,
+        "accuracy_mean": mean(accuracies),
+        "accuracy_sd": stdev(accuracies) if len(runs) > 1 else float("nan"),
+        "loss_scales": [r["loss_scale"] for r in runs],
+        "skipped": [r["skipped"] for r in runs],
+        "cpu_seconds": median(r["cpu_seconds"] for r in runs),
+        "flushed": {k: mean(r["flushed"][k] for r in runs) for k in runs[0]["flushed"]},
+        "exponents": {k: median(r["exponents"][k] for r in runs) for k in runs[0]["exponents"]},
+    }
+
+
+def show(lines: list[dict]) -> None:
+    """Print the table, as markdown, and what it was for each layer."""
+    print("| network | way | accuracy, % | flushed, the worst layer | loss scale | skipped |")
+    print("|---|---|---|---|---|---|")
+    for o in lines:
+        worst = f"{max(o['flushed'].values()):.2%}" if o["flushed"] else ""
+        print(
+            f"| {o['network']} | {o['way']} | {o['accuracy_mean']:.1f} ± {o['accuracy_sd']:.1f} "
+            f"| {worst} | {median(o['loss_scales']):g} | {sum(o['skipped'])} |"
+        )
+    for o in (o for o in lines if o["flushed"]):
+        print(f"\n{o['network']}, {o['way']}: {o['cpu_seconds']:.1f} CPU seconds a run")
+        for name, share in o["flushed"].items():
+            scale = f", its scale 2**{o['exponents'][name]:g}" if o["exponents"] else ""
+            print(f"  {name}: {share:.2%} flushed{scale}")
+
+
+def main() -> None:
+    """Run what is asked for, and write and print the table."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--out", type=Path, default=Path("layer_scales.json"))
+    args = p.parse_args()
+    torch.set_num_threads(args.threads)
+    lines = []
+    for task in (Cifar, Digits):
+        for way in WAYS:
+            runs = [train_one(task, way, seed) for seed in args.seeds]
+            lines.append(summarize(task, way, runs))
+    about = {"torch": torch.__version__, "machine": platform.machine(), "seeds": args.seeds}
+    whole = json.dumps({**about, "threads": args.threads, "results": lines}, indent=1)
+    args.out.write_text(whole.replace("NaN", "null") + "\n")
+    show(lines)
+
+
+if __name__ == "__main__":
+    main()
