@@ -30,8 +30,14 @@ def run_command(folder: Path, *args: str) -> subprocess.CompletedProcess:
     root = Path(__file__).resolve().parent.parent
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", code, *args], cwd=folder, env=env,
-                          capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *args],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def test_command_trains_prints_and_writes(tmp_path):
@@ -125,7 +131,13 @@ def test_flat_is_not_different():
 
 def test_compare_leaves_global_torch_settings_alone():
     default, threads = torch.get_default_dtype(), torch.get_num_threads()
-    compare(["autocast-bf16", "fp16"], model="darknet-small", epochs=1, n_train=16, n_valid=16,
-            device="cpu")
+    compare(
+        ["autocast-bf16", "fp16"],
+        model="darknet-small",
+        epochs=1,
+        n_train=16,
+        n_valid=16,
+        device="cpu",
+    )
     assert torch.get_default_dtype() == default and torch.get_num_threads() == threads
     assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()

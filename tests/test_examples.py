@@ -147,8 +147,10 @@ def test_the_same_pictures_in_every_process():
         "x, y = photos(n_train=64, n_valid=2, device='cpu').train.one_batch()\n"
         "print(x.double().sum().item(), y.tolist())\n"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-            for _ in range(2)]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        for _ in range(2)
+    ]
     assert runs[0].stdout and runs[0].stdout == runs[1].stdout, runs[0].stderr
 
 

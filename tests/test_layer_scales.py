@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from fastai.basics import Callback
+from fastai.callback.core import CancelBatchException
 from fastai.callback.training import GradientAccumulation, GradientClip
 from tiny import Do, bits, conv_net, make_learner, silent, weights
 from torch import nn
@@ -240,3 +241,28 @@ def test_senseless_scales_are_refused_and_the_model_is_as_it_was(layer_scales, e
     assert {p.dtype for p in learn.model.parameters()} == {torch.float32}
     assert hooks(learn.model) == hooks(conv_net())
     learn.fit(1, 0.01)
+
+
+def test_a_loss_on_what_a_layer_keeps_to_itself_is_right_as_well():
+    """An activation that a hook has kept, as regularizers do: the model's output is not it."""
+    ends = []
+    for scales in (None, BY_HAND):
+        learn, kept = learner(scales, torch.float32), []
+        learn.model[4].register_forward_hook(lambda _m, _x, out, kept=kept: kept.append(out))
+
+        def regularize(learn, kept=kept):
+            learn.loss_grad = learn.loss_grad + kept[-1].square().mean()
+
+        learn.fit(1, 0.01, cbs=Do("after_loss", regularize, order=0))
+        ends.append(end(learn))
+    assert_same(*ends)
+
+
+def test_a_batch_that_is_called_off_leaves_no_iteration_open():
+    learn = learner(BY_HAND, torch.bfloat16)
+
+    def call_off(learn):
+        raise CancelBatchException
+
+    learn.fit(1, 0.01, cbs=Do("after_pred", call_off, order=60))
+    assert not learn.mp_cb.mixed.layers.is_scaling

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.layerwise import LayerwiseGradientScaler, are_finite, fitting_exponent
+from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same, tiny_batch, tiny_net
 
 SGD = torch.optim.SGD
@@ -1035,3 +1036,32 @@ def test_an_optimizer_that_can_undo_a_step_is_told_of_one_that_is_skipped():
         scaler.step(opt)
         assert opt.undone == undone
         opt.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"flat_master": True}, {"flat_master": True, "stream": True}]
+)
+def test_what_one_scale_flushes_arrives_in_masters(kwargs):
+    """Gradients leave their layer in 32 bits, or dividing by its scale would flush them again."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+    model, opt = with_masters(model, SGD(model.parameters(), lr=1.0), **kwargs)
+    exact = copy.deepcopy(opt.float_model()).double()
+    for p, q in zip(exact.parameters(), model.parameters(), strict=True):
+        p.data.copy_(q)
+    x = torch.randn(3, 4).half()
+    (exact(x.double()) * 2.0**-26).sum().backward()
+    scaler = LayerwiseGradientScaler(model, {"0": 2.0**12, "1": 2.0**14})
+    errors = []
+    for scaled in (False, True):
+        opt.zero_grad()
+        if scaled:
+            scaler.scale()
+        (model(x).float() * 2.0**-26 * 2.0**4).sum().backward()
+        assert not scaled or scaler.unscale()
+        errors.append(
+            max(
+                ((p.grad / 2.0**4 - q.grad).norm() / q.grad.norm()).item()
+                for p, q in zip(model.parameters(), exact.parameters(), strict=True)
+            )
+        )
+    assert errors[0] > 0.02 and errors[1] < 0.002

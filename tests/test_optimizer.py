@@ -1899,3 +1899,16 @@ def test_any_net_trained_in_any_way_is_the_plain_loop(kinds, n_groups, name, pla
     for stream in (False, True):
         flat = partial(with_masters, dtype=BF16, flat_master=True, stream=stream)
         assert_same(run(flat), each)
+
+
+def test_a_disabled_scaler_shows_gradients_in_32_bits_as_well():
+    """Whoever clips the model's after `unscale_` clips what is stepped, whatever put them there."""
+    model = nn.Linear(2, 2, bias=False)
+    model, opt = with_masters(model, torch.optim.SGD(model.parameters(), lr=1.0), dtype=BF16)
+    model.weight.grad = torch.full((2, 2), 0.5, dtype=BF16)  # as DistributedDataParallel does
+    LossScaler("cpu", enabled=False).unscale_(opt)
+    assert model.weight.grad.dtype == torch.float32
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    before = model.state_dict()["weight"].clone()
+    opt.step()
+    torch.testing.assert_close((model.state_dict()["weight"] - before).norm(), torch.tensor(0.1))
