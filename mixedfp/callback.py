@@ -21,6 +21,21 @@ from .scaler import LossScaler, check_positive
 from .step import MixedStep
 
 # %% ../nbs/10_callback.ipynb #4d08b21a
+# events in which there are gradients, and methods of a Learner that have to do with them
+_WITH_GRADS = (
+    "after_backward before_step after_step after_cancel_backward after_cancel_step".split()
+)
+_OF_A_STEP = frozenset("_backward _step _do_grad_opt _do_one_batch one_batch".split())
+
+
+def _looks_at_grads(cb):
+    "Whether `cb` is called while there are gradients; one that takes any event may be."
+    kind = type(cb)
+    if kind.__call__ is not Callback.__call__ or kind.__getattr__ is not Callback.__getattr__:
+        return True
+    return any(event in vars(cb) or hasattr(kind, event) for event in _WITH_GRADS)
+
+
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
@@ -50,6 +65,7 @@ class MixedPrecision(Callback):
         layer_scales: Mapping[str, float]
         | str
         | None = None,  # scales of layers, by name, on top of the loss scale; or 'auto'
+        compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
     ):
         scaler = LossScaler(
             init_scale=check_positive(
@@ -64,7 +80,7 @@ class MixedPrecision(Callback):
             max_scale=max_scale,
             max_skips=max_skips,
         )
-        self.mixed = MixedStep(dtype, flat_master, scaler, native, layer_scales)
+        self.mixed = MixedStep(dtype, flat_master, scaler, native, layer_scales, compiled)
 
     # `add_cb` sets the learner, `remove_cb` sets None: then the model is to be in 32 bits again
     @property
@@ -154,7 +170,14 @@ class MixedPrecision(Callback):
 
     def before_backward(self):
         "Scale the loss."
+        self.mixed.direct = not self._is_watched()
         self.learn.loss_grad = self.mixed.scale(self.loss_grad)
+
+    def _is_watched(self):
+        "Whether somebody may look at gradients on their way: then all are 32-bit and unscaled."
+        own = vars(type(self.learn)) if type(self.learn) is not Learner else {}
+        others = [cb for cb in self.learn.cbs if cb is not self]
+        return not own.keys().isdisjoint(_OF_A_STEP) or any(map(_looks_at_grads, others))
 
     def after_backward(self):
         "Show the true loss again, but where a single batch has overflowed the last one before it."

@@ -4,20 +4,25 @@
 
 # %% auto #0
 __all__ = ['notice_once', 'check_dtype', 'map_tensors', 'cast_floats', 'to_half', 'to_float', 'stays_float', 'is_castable',
-           'bn2float', 'compute_in_float', 'model2half', 'model2float', 'has_fp16_arithmetic', 'ComputeInFloat32']
+           'bn2float', 'compute_in_float', 'model2half', 'model2float', 'has_fp16_arithmetic', 'ComputeInFloat32',
+           'slow_attention', 'AttentionInFloat32']
 
-# %% ../nbs/02_cast.ipynb #babdb13e
+# %% ../nbs/02_cast.ipynb #2c1caee3
 import copy
 import functools
 import logging
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
@@ -233,3 +238,94 @@ class ComputeInFloat32(TorchFunctionMode):
         in_float = map_tensors(lambda t: t.float() if t.dtype == torch.float16 else t, inputs)
         out = func(*in_float[0], **in_float[1])
         return out if in_float is inputs else cast_floats(out, torch.float16)
+
+# %% ../nbs/02_cast.ipynb #22c2ce47
+_SMALL_HEAD = 2**23  # products, queries × keys × size, as measured by bench/operators.py
+
+
+def slow_attention(
+    device: str | torch.device,  # where a model is
+    dtype: torch.dtype,  # of the model
+) -> float:
+    "Below how many products a head attention is faster in float32, casts included; 0: never."
+    return _slow_attention(torch.device(device).type, dtype)
+
+
+@functools.cache
+def _slow_attention(device_type, dtype):
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if device_type != "cpu" or dtype != torch.bfloat16 or not is_x86:
+        return 0  # not measured, or not slow
+    if torch.cpu._is_amx_tile_supported():
+        return 0  # other kernels, and not measured
+    return _SMALL_HEAD if torch.cpu._is_avx512_bf16_supported() else math.inf
+
+
+def _is_slow(inputs, dropout_p):
+    "Whether attention of these is to be computed in float32."
+    query, key = inputs[:2]
+    floats = [t for t in inputs if t is not None and t.is_floating_point()]
+    if dropout_p or query.is_nested or {t.dtype for t in floats} != {query.dtype}:
+        return False
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in floats):
+        return False  # it is the backward pass that is slow
+    if not _keeps_tensors_as_they_are():
+        return False
+    products = query.shape[-2] * key.shape[-2] * query.shape[-1]
+    return products < slow_attention(query.device, query.dtype)
+
+
+def _keeps_tensors_as_they_are():
+    "Not under checkpointing (which computes again, outside of the mode), nor inside `torch.func`."
+    autograd = torch._C._autograd
+    is_hooked = autograd._top_saved_tensors_default_hooks(True) is not None
+    return autograd._saved_tensors_hooks_is_enabled() and not is_hooked
+
+
+def _narrow(dtype, n_dims, t):
+    "Keep `t` for the backward pass: no larger than natively; the sums have a dimension less."
+    return t.to(dtype) if t.dtype == torch.float32 and t.dim() == n_dims else t
+
+
+def _attend(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+    inputs = (query, key, value, attn_mask)
+    if not _is_slow(inputs, dropout_p):
+        return F.scaled_dot_product_attention(*inputs, dropout_p, *args, **kwargs)
+    in_float = cast_floats(inputs, torch.float32)
+    narrow = functools.partial(_narrow, query.dtype, query.dim())
+    with saved_tensors_hooks(narrow, to_float):
+        out = F.scaled_dot_product_attention(*in_float, dropout_p, *args, **kwargs)
+    return out.to(query.dtype)
+
+
+_ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+
+class AttentionInFloat32(TorchFunctionMode):
+    """Compute attention in float32 where 16 bits are slower, and round the result.
+
+    The casts are part of the graph; what waits for the backward pass does so in 16 bits. All other
+    operators, attention that is not going to be differentiated, with dropout, under gradient
+    checkpointing or in `torch.func` run as they are.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.is_used = False  # whether attention was called at all
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        """Call `func`, attention in float32 if that is faster."""
+        if func in _ATTENTION and not torch.compiler.is_compiling():
+            self.is_used = True
+            if func is F.scaled_dot_product_attention:
+                func = _attend
+            else:  # it calls attention where no mode sees it
+                func = _with_names(func, scaled_dot_product_attention=_attend)
+        return func(*args, **(kwargs or {}))
+
+
+def _with_names(f, **names):
+    "The same function, which finds `names` instead of its module's."
+    new = FunctionType(f.__code__, f.__globals__ | names, f.__name__, f.__defaults__, f.__closure__)
+    new.__kwdefaults__ = f.__kwdefaults__
+    return new

@@ -208,7 +208,8 @@ class Checkpoint(Callback):
         self.learn.train_iter = saved["train_iter"]
         for k, p in get_model(self.model).named_parameters():
             g = saved["grads"].get(k)
-            p.grad = None if g is None else torch.zeros_like(p, dtype=g.dtype).copy_(g)
+            dtype = None if g is None else p.grad_dtype or g.dtype
+            p.grad = None if g is None else torch.zeros_like(p, dtype=dtype).copy_(g)
         for cb, (name, counts) in zip(self._counting(), saved["callbacks"], strict=False):
             if cb.name == name:
                 vars(cb).update(counts, run=True)

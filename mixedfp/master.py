@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'norm_bias_ids', 'split_bn_bias', 'get_master', 'model_g2master_g', 'master2model', 'widen_grad', 'Unit',
-           'MasterParams']
+           'Stretch', 'MasterParams']
 
 # %% ../nbs/03_master.ipynb #de1cea2c
 import copy
@@ -196,6 +196,7 @@ class Unit:
         self.weights = [master] if weights is None else weights
         self.is_flat = weights is not None
         self.shown = None  # the gradient that the master was seen with
+        self.stand_in, self._stretches = None, {}
 
     def take_grads(self) -> None:
         "Make the parameters' gradients, in float32, the master's: the same memory, seen by both."
@@ -232,6 +233,39 @@ class Unit:
             widen_grad(p, self.master.dtype)
         return p.grad
 
+    def has_taken(self) -> bool:
+        "Flat: whether the parameters' gradients are the master's memory."
+        return not any(map(is_not, [p.grad for p in self.params], self.grads))
+
+    def stretches(
+        self,
+        size: int,  # elements: as many as shall be in the cache at once
+        alone: int,  # a parameter of so many is a stretch of its own
+        is_cut: bool = True,  # or several, each of at most `size`
+    ) -> list["Stretch"]:
+        "Flat: cut the vector into what is stepped at once."
+        if (size, alone, is_cut) not in self._stretches:
+            self._stretches[size, alone, is_cut] = list(self._cut(size, alone, is_cut))
+        return self._stretches[size, alone, is_cut]
+
+    def _cut(self, size, alone, is_cut):
+        run, start, stop = [], 0, 0
+        for i, p in enumerate([*self.params, None]):
+            n = 0 if p is None else p.numel()
+            if run and (p is None or n >= alone or stop - start + n > size):
+                yield Stretch(self, run, slice(start, stop))
+                run, start = [], stop
+            stop += n
+            if p is not None and n >= alone:
+                step = size if is_cut else n
+                for a in range(0, n, step):
+                    inside = slice(a, min(a + step, n))
+                    part = slice(start + inside.start, start + inside.stop)
+                    yield Stretch(self, [i], part, inside)
+                start = stop
+            elif p is not None:
+                run.append(i)
+
     def join(
         self,
         states: list[
@@ -263,6 +297,61 @@ class Unit:
         if value.shape == self.master.shape:
             return _split(value, self.weights)
         return [value.clone() for _ in self.params]
+
+
+class Stretch:
+    "A part of a flat unit that is stepped at once: a few parameters, or a piece of a large one."
+
+    def __init__(
+        self,
+        unit: Unit,
+        which: list[int],  # of its parameters
+        part: slice,  # of its vector
+        inside: slice | None = None,  # of the only parameter, as a vector; None: all of each
+    ):
+        self.params = [unit.params[i] for i in which]
+        self.weights = [unit.weights[i].detach() for i in which]
+        self.master, self.part, self.inside = unit.master.detach()[part], part, inside
+        self.memory, self.views, self.own = None, [], None
+
+    def take(
+        self,
+        memory: Tensor | None,  # to gather gradients in, where there are several
+    ) -> Tensor:  # a vector, in the gradients' dtype or in that of `memory`
+        "The gradients in the order of the vector: where they are, if there is only one."
+        if self.inside is not None:
+            (p,) = self.params
+            return _flatten(p.grad.detach(), p)[self.inside]
+        if self.memory is not memory:
+            self.memory = memory
+            self.views = _split(memory[: self.master.numel()], self.weights)
+        grads = [p.grad for p in self.params]
+        try:
+            torch._foreach_copy_(self.views, grads)
+        except RuntimeError as e:
+            if any(g.is_sparse for g in grads):
+                raise MixedPrecisionError(_SPARSE) from e
+            raise
+        return memory[: self.master.numel()]
+
+    def out(self) -> Tensor | None:
+        "The memory of the model's weights as a vector, None if they do not lie in one piece."
+        if self.inside is None:
+            return None
+        (p,) = self.params
+        vector = _flatten(p.detach(), p)
+        return vector[self.inside] if vector.data_ptr() == p.data_ptr() else None
+
+    def give_back(self) -> None:
+        "Write the masters into the model, rounded."
+        if self.inside is None:
+            torch._foreach_copy_(self.params, self.weights)
+            return
+        out = self.out()
+        if out is None:
+            self.params[0].detach().copy_(self.weights[0])
+        else:
+            out.copy_(self.master)
 
 
 _SPARSE = (
@@ -334,7 +423,7 @@ class MasterParams:
         any_grads: bool = False,  # take gradients in any dtype: others put them there, or send them
     ):
         self.model, self.dtype, self.flat = model, check_dtype(dtype), flat
-        self.any_grads = any_grads
+        self.any_grads, self.in_half = any_grads, set()
         self._check(model)
         params = [p for p in model.parameters() if is_castable(p)]
         buffers = [(m, k, b) for m in model.modules() for k, b in _castable_buffers(m)]
@@ -362,7 +451,7 @@ class MasterParams:
         master = self.master[p]
         if p.data_ptr() == master.data_ptr() and p.itemsize > 2:  # not cast, so not copied
             master.data = master.detach().clone()
-        p.grad_dtype = self._grad_dtype(master)
+        p.grad_dtype = self._grad_dtype(p)
         p.grad = None if grad is None else grad.to(_grad_dtype(master))
         self.param_dtype[p] = p.dtype
 
@@ -421,8 +510,21 @@ class MasterParams:
         "The masters of `model_params`; flat: one vector a list, device and dtype."
         return [ms for _, masters in self.layouts.values() for ms in masters]
 
-    def _grad_dtype(self, master):
-        return None if self.any_grads else _grad_dtype(master)
+    def leave_half(
+        self,
+        params: list[Parameter],  # of the model
+    ) -> None:
+        "Leave the gradients of `params`, and of no others, in the dtype that they come in."
+        now = set(params)
+        if now != self.in_half:
+            changed, self.in_half = now ^ self.in_half, now
+            for p in changed & set(self.master):
+                self._restore_dtypes(p)
+
+    def _grad_dtype(self, p):
+        if self.any_grads or p in self.in_half:
+            return None
+        return _grad_dtype(self.master[p])
 
     def restore(self) -> nn.Module:  # the model, in 32 bits
         "Give the model its masters back, bit for bit, and let go of it."
@@ -433,7 +535,8 @@ class MasterParams:
             g, p.grad = p.grad, None
             p.data = master.detach().clone() if p in self.grads else master.detach()
             p.grad_dtype = None  # as gradients are of any other model
-            p.grad = None if g is None else g.detach().clone()
+            dtype = _grad_dtype(master)
+            p.grad = None if g is None else g.detach().to(dtype, copy=True)
         for m in self.model.modules():
             m._buffers |= {k: self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
             if isinstance(m, ParametrizationList | nn.LocalResponseNorm):
@@ -500,10 +603,12 @@ class MasterParams:
     def _restore_dtypes(self, p):
         if p.dtype != self.param_dtype[p]:
             p.data = self.master[p].detach().to(self.param_dtype[p], copy=True)
-        grad_dtype = self._grad_dtype(self.master[p])
+        grad_dtype = self._grad_dtype(p)
         if p.grad_dtype != grad_dtype:  # `copy.deepcopy` forgets it
+            g, p.grad = p.grad, None
             p.grad_dtype = grad_dtype
-        if p.grad is not None and grad_dtype is not None and p.grad.dtype != grad_dtype:
+            p.grad = g if g is None or grad_dtype is None else g.to(grad_dtype)
+        elif p.grad is not None and grad_dtype is not None and p.grad.dtype != grad_dtype:
             p.grad = p.grad.to(grad_dtype)
 
     @torch.no_grad()
@@ -557,10 +662,11 @@ class MasterParams:
         for _, run in groupby(params, key=self._memory):
             run = list(run)
             vector = Parameter(torch.cat([_flatten(self.master[p].detach(), p) for p in run]))
-            vector.grad = torch.zeros_like(vector)
+            vector.grad = torch.empty_like(vector)  # written before it is read, if ever
             self.grads |= dict(zip(run, _split(vector.grad, run), strict=True))
             for p, weight in zip(run, _split(vector.detach(), run), strict=True):
                 self.master[p].data = weight
+                self.master[p].grad = None  # a copy of its own, from before there was a vector
             vectors.append(vector)
         return vectors
 

@@ -188,6 +188,7 @@ class MasterOptimizer(Optimizer):
         *,
         model: nn.Module | None = None,  # its `state_dict` then reads and writes the masters
         stream: bool = False,  # flat: put gradients into the vector while the backward pass runs
+        compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
     ):
         _check_fresh(optimizer)
         model = _Loose(optimizer) if model is None else model
@@ -199,13 +200,16 @@ class MasterOptimizer(Optimizer):
                 check_elementwise(optimizer, next(model.parameters()).device)
             masters = MasterParams(model, torch.float32, flat_master, any_grads=True)
         _check_kind(masters, flat_master, masters.dtype)
-        self.__setstate__(dict(optimizer=optimizer, masters=masters, stream=stream))
+        state = dict(optimizer=optimizer, masters=masters, stream=stream, compiled=compiled)
+        self.__setstate__(state)
 
     def __setstate__(self, state: dict) -> None:
         """Begin: with what was given, or as a copy."""
         super().__setstate__(dict(state, defaults=state["optimizer"].defaults))
         self.masters.adopt()  # a copy's gradients have forgotten their dtype
-        self._on = OptimizerOnMasters(self.optimizer, self.masters, every=True)
+        self._on = OptimizerOnMasters(
+            self.optimizer, self.masters, every=True, compiled=self.compiled
+        )
         self._taker = GradTaker(self.masters, self.stream)
         self._taker.listen(self._params())
         self._is_busy, self._seen = False, (None, [])
@@ -216,7 +220,8 @@ class MasterOptimizer(Optimizer):
     def __getstate__(self) -> dict:
         """Be copied and pickled with the model, in its form: views of a vector would come apart."""
         self._on.to_model()
-        return dict(optimizer=self.optimizer, masters=self.masters, stream=self.stream)
+        names = ("optimizer", "masters", "stream", "compiled")
+        return {name: vars(self)[name] for name in names}
 
     def __repr__(self) -> str:
         """Show the optimizer inside."""
@@ -457,6 +462,8 @@ class MasterOptimizer(Optimizer):
 class _OnlyInside:
     "Refuses a step of the optimizer that its `MasterOptimizer` does not know of."
 
+    is_guard = True  # no hook of a user's
+
     def __init__(self, owner):
         self.owner = weakref.ref(owner)
 
@@ -481,7 +488,8 @@ def with_masters(
     dtype: torch.dtype = torch.float16,  # of the model, except what stays in 32 bits
     flat_master: bool = False,  # vectors of masters instead of one a parameter
     stream: bool = False,  # flat: put gradients into the vector while the backward pass runs
-    native: bool = False,  # float16 with PyTorch's kernels where the CPU has no fp16 arithmetic
+    compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
+    native: bool = False,  # PyTorch's 16-bit kernels also where a CPU is slow at them
 ) -> tuple:  # the model, and a `MasterOptimizer` for each of `optimizers`
     """Put `model` into 16 bits, and its optimizers on masters that lose nothing.
 
@@ -507,7 +515,8 @@ def with_masters(
         MasterParams(model, dtype, flat_master, any_grads=True)
     else:
         _check_kind(masters, flat_master, dtype)
-    if dtype == torch.float16 and not isinstance(vars(model).get("forward"), HalfForward):
-        model.forward = HalfForward(model, native)
-    kwargs = dict(model=model, stream=stream)
+    is_needed = HalfForward.is_needed(model, dtype, native)
+    if is_needed and not isinstance(vars(model).get("forward"), HalfForward):
+        model.forward = HalfForward(model, native, dtype=dtype)
+    kwargs = dict(model=model, stream=stream, compiled=compiled)
     return model, *(MasterOptimizer(optimizer, flat_master, **kwargs) for optimizer in optimizers)

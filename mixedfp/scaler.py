@@ -168,6 +168,7 @@ class LossScaler(GradScaler):
         # the scale and growth count on the host, and iterations that only the device knows about
         self._host = torch.tensor(init_scale), torch.tensor(0, dtype=torch.int32)
         self._unread, self._found, self._before = [], False, (0, init_scale)
+        self.n_set = 0  # how often a scale came from outside
 
     @property
     def record(self) -> ScaleRecord:
@@ -233,6 +234,19 @@ class LossScaler(GradScaler):
         finally:
             self._scale = now
 
+    def current_scale(self) -> torch.Tensor | float:  # (), a copy; 1.0 where nothing is scaled
+        "The scale of the next loss. Sync: none."
+        if not self._enabled:
+            return 1.0
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return self._scale.clone()
+
+    def inverse_scale(self) -> torch.Tensor:  # (), float32
+        "What `unscale_` multiplies gradients with."
+        scale = self._scale if self._used is None else self._used
+        return scale.double().reciprocal().float()
+
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
         params, refused = [], []
         for i, group in enumerate(optimizer.param_groups):
@@ -257,6 +271,13 @@ class LossScaler(GradScaler):
         checks = super()._unscale_grads_(seen, inv_scale, found_inf, allow_fp16)
         # no gradient at all is no overflow, and no reason to fail
         return checks or {found_inf.device: found_inf}
+
+    def found_on_device(
+        self,
+        optimizer: torch.optim.Optimizer,  # after `unscale_`
+    ) -> torch.Tensor:  # (), above 0 if one of its gradients is inf or nan
+        "What `found_nonfinite` reads, unread: `update` and the record do with it."
+        return sum(v.to(self._scale.device) for v in self._found_inf_per_device(optimizer).values())
 
     def found_nonfinite(
         self,
@@ -429,6 +450,7 @@ class LossScaler(GradScaler):
 
     def _set_host(self):
         "Follow a scale that came from outside. Sync: two numbers."
+        self.n_set += 1
         self._host[0].fill_(self.get_scale())
         self._host[1].fill_(self._get_growth_tracker())
         self._record.add_scale(self._host[0].item())

@@ -3,6 +3,7 @@
     formats   testing            what 16 bits can hold, and how it is tested
     cast                         what is cast
     master ‖ scaler ‖ layerwise  the weights; the scales: these do not know the casts
+    onepass                      what an optimizer does, done in one pass over memory
     distributed                  what processes tell each other
     step                         one batch, in order
     optimizer ‖ report           for a plain PyTorch loop; what the numbers did
@@ -27,7 +28,8 @@ ABOVE = {"formats": set(), "testing": {"formats"}}
 ABOVE["cast"] = {"formats", "testing"}
 ABOVE["master"] = {"formats", "testing", "cast"}
 ABOVE["scaler"] = ABOVE["layerwise"] = ABOVE["distributed"] = {"formats", "testing"}
-ABOVE["step"] = {"formats", "testing", "cast", "master", "scaler", "layerwise", "distributed"}
+ABOVE["onepass"] = {"formats", "testing", "cast", "master"}
+ABOVE["step"] = ABOVE["onepass"] | {"onepass", "scaler", "layerwise", "distributed"}
 ABOVE["optimizer"] = ABOVE["report"] = ABOVE["step"] | {"step"}
 CORE = set(ABOVE)
 ABOVE["callback"] = ABOVE["skorch"] = CORE

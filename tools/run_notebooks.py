@@ -44,6 +44,11 @@ def anywhere(text: str) -> str:
     return text.replace(f"{ROOT}/", "")
 
 
+def is_noise(output: nbformat.NotebookNode) -> bool:
+    """Say if `output` is only what the compiler logs where there is no GPU."""
+    return output.get("name") == "stderr" and "No CUDA runtime is found" in output.text
+
+
 def portable(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Give `output` with its texts made fit to be kept."""
     if "text" in output:
@@ -63,7 +68,7 @@ def run_here(path: Path, write: bool) -> None:
     runner.preprocess(part, {"metadata": {"path": str(path.parent)}})
     if write:
         for cell, ran in zip(to_run, part.cells, strict=True):
-            cell.outputs = [portable(output) for output in ran.outputs]
+            cell.outputs = [portable(output) for output in ran.outputs if not is_noise(output)]
         nbformat.write(nb, path)
 
 

@@ -1,0 +1,253 @@
+"""Which operators lose in 16 bits: each one in float32, in bfloat16, and in float32 with casts.
+
+    python bench/operators.py --out bench/results/operators.json    # 2 minutes
+    python bench/operators.py --device cuda --dtype float16 --only attention
+
+Forward and backward together. The third way casts a 16-bit operator's inputs to float32, computes
+there and rounds the result. A star marks where that is clearly faster than 16 bits; attention is
+what has one at most sizes (`mixedfp.cast.slow_attention`). The three ways take turns, so that
+whatever else the machine does slows all of them down; medians, and the spread from the first to the
+third quartile. On a busy machine, OMP_NUM_THREADS=1 gives the better figures.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+WAYS = ["fp32", "16 bits", "through fp32"]
+Case = tuple[str, Callable, list[tuple[int, ...]]]  # its name, what it computes, from which shapes
+
+
+def attention_cases() -> list[Case]:
+    """Attention in all sizes of sequences and heads, and with all that may go along."""
+    cases = []
+    for size in (64, 32, 128):
+        for tokens in (16, 65, 128, 197, 256, 512, 1024):
+            products = 6 * tokens**2 * size
+            batch = max(1, 2**26 // max(products, 2**21))  # some ten milliseconds
+            shape = (batch, tokens, 6, size)
+            cases.append((f"attention, {size} a head", attend, [shape] * 3))
+    picture, text = (16, 65, 6, 64), (4, 256, 6, 64)
+    return [
+        *cases,
+        ("attention, causal", partial(attend, is_causal=True), [text] * 3),
+        ("attention, float mask", attend_masked, [*[text] * 3, (256, 256)]),
+        ("attention, dropout", partial(attend, dropout_p=0.1), [picture] * 3),
+        ("attention, one query", attend, [(8, 1, 6, 64), *[(8, 512, 6, 64)] * 2]),
+    ]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs) -> Tensor:
+    """Attend, from tensors as linear layers give them: batch, tokens, heads, size."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, **kwargs)
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attend with a mask that is no parameter, as a mask of the padding is none."""
+    return attend(q, k, v, mask.detach())
+
+
+def picture_cases() -> list[Case]:
+    """What a network for pictures calls between its convolutions, and one of these."""
+    picture = (32, 64, 32, 32)
+    weight = (64,)
+    return [
+        ("conv2d 3×3", partial(F.conv2d, padding=1), [picture, (64, 64, 3, 3)]),
+        ("conv2d 1×1", F.conv2d, [picture, (64, 64, 1, 1)]),
+        ("conv2d depthwise", partial(F.conv2d, padding=1, groups=64), [picture, (64, 1, 3, 3)]),
+        ("conv_transpose2d", partial(F.conv_transpose2d, stride=2), [picture, (64, 32, 2, 2)]),
+        ("avg_pool2d 2", partial(F.avg_pool2d, kernel_size=2, ceil_mode=True), [picture]),
+        ("avg_pool2d 3", partial(F.avg_pool2d, kernel_size=3, stride=2, padding=1), [picture]),
+        ("adaptive_avg_pool2d 1", partial(F.adaptive_avg_pool2d, output_size=1), [picture]),
+        ("adaptive_avg_pool2d 4", partial(F.adaptive_avg_pool2d, output_size=4), [picture]),
+        ("max_pool2d 3", partial(F.max_pool2d, kernel_size=3, stride=2, padding=1), [picture]),
+        ("group_norm", lambda x, w, b: F.group_norm(x, 8, w, b), [picture, weight, weight]),
+        ("interpolate nearest", partial(F.interpolate, scale_factor=2), [picture]),
+        (
+            "interpolate bilinear",
+            partial(F.interpolate, scale_factor=2, mode="bilinear"),
+            [picture],
+        ),
+        ("pixel_shuffle", partial(F.pixel_shuffle, upscale_factor=2), [picture]),
+        *[(name, f, [picture]) for name, f in ACTIVATIONS.items()],
+    ]
+
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "leaky_relu": partial(F.leaky_relu, negative_slope=0.1),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "dropout": partial(F.dropout, p=0.1),
+}
+
+
+def text_cases(device: str) -> list[Case]:
+    """What a network for text or tables calls, recurrent or not."""
+    tokens = (16, 256, 384)
+    ids = torch.randint(0, 8000, (16, 256), device=device)
+    classes = torch.randint(0, 8000, (1024,), device=device)
+    return [
+        ("linear", F.linear, [tokens, (384, 384), (384,)]),
+        ("matmul", torch.matmul, [(48, 256, 64), (48, 64, 256)]),
+        ("layer_norm", lambda x, w, b: F.layer_norm(x, (384,), w, b), [tokens, (384,), (384,)]),
+        ("layer_norm, small", lambda x, w: F.layer_norm(x, (192,), w), [(64, 65, 192), (192,)]),
+        ("rms_norm", lambda x, w: F.rms_norm(x, (384,), w), [tokens, (384,)]),
+        ("softmax", partial(torch.softmax, dim=-1), [(48, 256, 256)]),
+        ("log_softmax", partial(F.log_softmax, dim=-1), [(1024, 8000)]),
+        ("cross_entropy", lambda x: F.cross_entropy(x, classes), [(1024, 8000)]),
+        ("embedding", lambda w: F.embedding(ids, w), [(8000, 384)]),
+        ("mean over tokens", partial(torch.mean, dim=1), [tokens]),
+        ("add", torch.add, [tokens, tokens]),
+        ("cat", lambda a, b: torch.cat([a, b], -1), [tokens, tokens]),
+        ("lstm", lstm, [(64, 32, 256), (1024, 256), (1024, 256), (1024,), (1024,)]),
+        ("gru", gru, [(64, 32, 256), (768, 256), (768, 256), (768,), (768,)]),
+    ]
+
+
+def lstm(x: Tensor, *weights: Tensor) -> Tensor:
+    """Compute a layer over a whole sequence, in training, without dropout."""
+    h = x.new_zeros(1, x.shape[1], weights[1].shape[1])
+    return torch.lstm(x, (h, h), weights, True, 1, 0.0, True, False, False)[0]
+
+
+def gru(x: Tensor, *weights: Tensor) -> Tensor:
+    """Compute a layer over a whole sequence, in training, without dropout."""
+    h = x.new_zeros(1, x.shape[1], weights[1].shape[1])
+    return torch.gru(x, h, weights, True, 1, 0.0, True, False, False)[0]
+
+
+def make_ways(case: Case, device: str, dtype: torch.dtype) -> list[Callable[[], None]]:
+    """Return three functions without arguments, of the same numbers: one for each of `WAYS`."""
+    _, f, shapes = case
+    full = [(0.2 * torch.randn(shape, device=device)).requires_grad_() for shape in shapes]
+    half = [t.detach().to(dtype).requires_grad_() for t in full]
+
+    def through(*tensors):
+        return f(*[t.float() for t in tensors]).to(dtype)
+
+    ways = [(f, full), (f, half), (through, half)]
+    return [partial(forward_and_backward, g, ts, gradient(g, ts)) for g, ts in ways]
+
+
+def gradient(f: Callable, tensors: list[Tensor]) -> Tensor:
+    """Return numbers in the form of the result, to begin a backward pass with."""
+    out = f(*tensors)
+    return torch.randn(out.shape, device=out.device).to(out.dtype)
+
+
+def forward_and_backward(f: Callable, tensors: list[Tensor], grad: Tensor) -> None:
+    """Compute `f` and the gradients of its tensors."""
+    torch.autograd.grad(f(*tensors), tensors, grad, allow_unused=True)
+
+
+def seconds(way: Callable[[], None], device: str) -> float:
+    """Return the time that `way` takes, the device's work included."""
+    wait = torch.cuda.synchronize if device == "cuda" else int
+    wait()
+    start = time.perf_counter()
+    way()
+    wait()
+    return time.perf_counter() - start
+
+
+def measure(case: Case, device: str, dtype: torch.dtype, budget: float) -> dict:
+    """Let the three ways take turns for `budget` seconds, and 5 turns at least."""
+    ways = make_ways(case, device, dtype)
+    turn = sum(seconds(way, device) for way in ways)  # it warms up, too
+    n = min(max(5, int(budget / turn)), 100)
+    times = [[seconds(way, device) for way in ways] for _ in range(n)]
+    row = {"operator": case[0], "shape": list(case[2][0]), "turns": n}
+    for name, own in zip(WAYS, zip(*times, strict=True), strict=True):
+        row[name] = {"ms": 1e3 * median(own), "spread": spread(own)}
+    row["speed of 16 bits"] = median(fp32 / half for fp32, half, _ in times)
+    row["gain"] = median(half / through for _, half, through in times)
+    row["gain's spread"] = spread([half / through for _, half, through in times])
+    return row
+
+
+def spread(values: list[float]) -> float:
+    """Return the distance of the first and the third quartile, as a share of the median."""
+    first, middle, third = quantiles(values, n=4)
+    return (third - first) / middle
+
+
+HEADER = (
+    f"{'operator':24}{'shape':>20}{'fp32':>9}{'16 bits':>9}{'through':>9}  ms"
+    f"{'speed':>8}{'gain':>7}"
+)
+
+
+def show(row: dict) -> str:
+    """Return a row of the table; a star where the way through float32 wins clearly."""
+    shape = "×".join(map(str, row["shape"]))
+    times = "".join(f"{row[way]['ms']:9.2f}" for way in WAYS)
+    star = " *" if row["gain"] > 1.1 + row["gain's spread"] / 2 else ""
+    return (
+        f"{row['operator']:24}{shape:>20}{times}    {row['speed of 16 bits']:8.2f}"
+        f"{row['gain']:7.2f}{star}"
+    )
+
+
+def describe(device: str, dtype: torch.dtype) -> dict:
+    """Say what was measured on."""
+    on_gpu = device == "cuda"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else processor(),
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "bf16 instructions": torch.cpu._is_avx512_bf16_supported(),
+        "bf16 tiles": torch.cpu._is_amx_tile_supported(),
+    }
+
+
+def processor() -> str:
+    """Return the processor's name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def main() -> None:
+    """Measure, and print a row at a time."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="a file for the numbers, JSON")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--only", default="", help="only operators with this in their name")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds for each operator")
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    torch.manual_seed(0)
+    result = {**describe(args.device, dtype), "rows": []}
+    print({k: v for k, v in result.items() if k != "rows"})
+    print(HEADER)
+    for case in [*attention_cases(), *picture_cases(), *text_cases(args.device)]:
+        if args.only in case[0]:
+            result["rows"].append(measure(case, args.device, dtype, args.budget))
+            print(show(result["rows"][-1]), flush=True)
+    print("speed: of 16 bits, in units of fp32's; gain: of the way through fp32 over 16 bits")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,660 @@
+"""Whole training steps, forward to zero_grad, in float32 and in 16 bits, ours and others'.
+
+    python bench/train_step.py --out bench/results/train_step.json      # 6 minutes
+    python bench/train_step.py --models vit --ways fp32 autocast-bf16 bf16-flat
+    python bench/train_step.py --models xresnet18-32 --profile bf16-flat
+    python bench/train_step.py --device cuda --size large --fused
+
+The ways take turns, so that a machine that is busy for a while is busy for all of them; a ratio is
+the median over turns of float32's time by the way's: above 1 is faster. Memory is the peak above
+what was held before the model was made: resident memory in a process of its own on a CPU, the
+allocator's counter on CUDA. Batches are random, made once. fabric-* (Lightning) and accelerate-*
+are left out where these packages are not installed. fastai's own ways do nothing on a CPU.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import math
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import geometric_mean, median, quantiles
+from types import SimpleNamespace
+
+import torch
+from fastai.callback.fp16 import AMPMode
+from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
+from fastai.callback.progress import ProgressCallback
+from fastai.learner import Learner, Recorder
+from fastai.optimizer import SGD, Adam
+from fastai.tabular.model import TabularModel
+from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
+from fastai.text.models.core import get_language_model
+from fastai.vision.models.xresnet import xresnet18, xresnet50
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import mixedfp.callback  # noqa: F401  gives `Learner` its methods
+from mixedfp.cast import cast_floats
+from mixedfp.compare import PeakMemory
+from mixedfp.examples import Darknet
+from mixedfp.optimizer import with_masters
+from mixedfp.scaler import LossScaler
+
+# what is trained
+
+
+class Block(nn.Module):
+    """Attention and two linear layers, each with a norm before it and a skip around it."""
+
+    def __init__(self, d: int, n_heads: int):
+        super().__init__()
+        self.n_heads = n_heads
+        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the block."""
+        x = x + self.attend(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Let each patch look at all others."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class ViT(nn.Module):
+    """A vision transformer that averages its patches."""
+
+    def __init__(self, n_layers: int, d: int, n_heads: int, size: int, patch: int):
+        super().__init__()
+        self.patches = nn.Conv2d(3, d, patch, stride=patch)
+        self.place = nn.Parameter(torch.zeros((size // patch) ** 2, d))
+        self.blocks = nn.Sequential(*(Block(d, n_heads) for _ in range(n_layers)))
+        self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the logits."""
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.place
+        return self.head(self.blocks(x).mean(1))
+
+
+class AwdLstm(nn.Module):
+    """fastai's language model: logits only, each batch from the same fresh state."""
+
+    def __init__(self, n_words: int, **config):
+        super().__init__()
+        self.lm = get_language_model(AWD_LSTM, n_words, {**awd_lstm_lm_config, **config})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the logits of each next word."""
+        self.lm.reset()
+        return self.lm(x)[0]
+
+
+class Tabular(TabularModel):
+    """Twenty categories and twenty numbers a row."""
+
+    def __init__(self, layers: list[int]):
+        super().__init__([(50, 16)] * 20, 20, 10, layers)
+
+
+def pictures(bs: int, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Make a batch of pictures of ten classes."""
+    return (torch.randn(bs, 3, size, size),), torch.randint(10, (bs,))
+
+
+def rows(bs: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Make a batch for `Tabular`."""
+    return (torch.randint(50, (bs, 20)), torch.randn(bs, 20)), torch.randint(10, (bs,))
+
+
+def words(bs: int, n: int, n_words: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Make a batch of texts, and the words that come next."""
+    text = torch.randint(n_words, (bs, n + 1))
+    return (text[:, :-1].contiguous(),), text[:, 1:].contiguous()
+
+
+@dataclass
+class Task:
+    """A model and a batch to train it with."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[tuple[Tensor, ...], Tensor]]
+    has_conv: bool = False  # channels_last means something
+
+
+def tiny() -> nn.Module:
+    """Build a model whose first steps load whatever a way needs: none of the others' memory."""
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(576, 256))
+
+
+TINY = Task(tiny, partial(pictures, 4, 8), True)
+
+blocks = [1, 2, 2, 2, 2]
+small_lstm = {"emb_sz": 200, "n_hid": 400, "n_layers": 2}
+TASKS = {
+    "small": {
+        "darknet": Task(partial(Darknet, blocks, 10, nf=16), partial(pictures, 64, 32), True),
+        "xresnet18-32": Task(partial(xresnet18, n_out=10), partial(pictures, 64, 32), True),
+        "xresnet18-64": Task(partial(xresnet18, n_out=10), partial(pictures, 64, 64), True),
+        "xresnet50": Task(partial(xresnet50, n_out=10), partial(pictures, 16, 64), True),
+        "vit": Task(partial(ViT, 6, 192, 3, 32, 4), partial(pictures, 64, 32)),
+        "tabular": Task(partial(Tabular, [512, 256]), partial(rows, 1024)),
+        "awd-lstm": Task(partial(AwdLstm, 5000, **small_lstm), partial(words, 16, 64, 5000)),
+    },
+    "large": {
+        "darknet": Task(partial(Darknet, blocks, 10, nf=32), partial(pictures, 512, 64), True),
+        "xresnet18": Task(partial(xresnet18, n_out=10), partial(pictures, 256, 128), True),
+        "xresnet50": Task(partial(xresnet50, n_out=10), partial(pictures, 128, 224), True),
+        "vit-b": Task(partial(ViT, 12, 768, 12, 224, 16), partial(pictures, 128, 224)),
+        "tabular": Task(partial(Tabular, [4096, 2048]), partial(rows, 65536)),
+        "awd-lstm": Task(partial(AwdLstm, 60000), partial(words, 64, 72, 60000)),
+    },
+}
+
+
+def loss_of(pred: Tensor, y: Tensor) -> Tensor:
+    """Compute the loss, in 32 bits in every way."""
+    return F.cross_entropy(pred.float().flatten(0, -2), y.flatten())
+
+
+# how it is trained
+
+
+class Loop:
+    """A plain PyTorch loop around a model and an optimizer that know their precision."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        opt: torch.optim.Optimizer,
+        dtype: torch.dtype = torch.float32,  # of the inputs
+        context: Callable = nullcontext,  # around the forward pass
+        scaler: torch.amp.GradScaler | None = None,
+        backward: Callable = Tensor.backward,
+    ):
+        self.model, self.opt, self.dtype, self.context = model, opt, dtype, context
+        self.scaler = torch.amp.GradScaler(enabled=False) if scaler is None else scaler
+        self._backward = backward
+
+    def forward(self, xs: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        """Compute the loss."""
+        with self.context():
+            pred = self.model(*cast_floats(xs, self.dtype))
+        return loss_of(pred, y)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients."""
+        self._backward(self.scaler.scale(loss))
+
+    def update(self) -> None:
+        """Step, and forget the gradients."""
+        self.scaler.step(self.opt)
+        self.scaler.update()
+        self.opt.zero_grad()
+
+    def step(self, xs: tuple[Tensor, ...], y: Tensor) -> None:
+        """Do all that is done with a batch."""
+        self.backward(self.forward(xs, y))
+        self.update()
+
+
+class Fastai:
+    """A `Learner` that is given one batch after the other, with all its events."""
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace):
+        self.learn = Learner(
+            SimpleNamespace(device=torch.device(args.device)),
+            model,
+            loss_of,
+            opt_func=FASTAI_OPTIMIZERS[args.opt],
+            lr=RATE,
+        )
+        self.learn.remove_cbs([Recorder, ProgressCallback])  # they look at data loaders
+
+    def begin(self) -> "Fastai":
+        """Do what a fit does before its first batch."""
+        learn = self.learn
+        if learn.opt is None:
+            learn.create_opt()
+        learn.opt.set_hypers(lr=RATE)
+        learn.epoch, learn.n_epoch, learn.n_iter = 0, 1, 1
+        for event in ("before_fit", "before_epoch", "before_train"):
+            learn(event)
+        return self
+
+    def step(self, xs: tuple[Tensor, ...], y: Tensor) -> None:
+        """Do all that is done with a batch."""
+        self.learn.one_batch(0, (*xs, y))
+
+
+RATE = 1e-4  # random targets teach nothing: stay where the numbers are ordinary
+OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
+FASTAI_OPTIMIZERS = {"sgd": partial(SGD, mom=0.9), "adamw": Adam}
+
+
+def make_opt(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """Build the optimizer that was asked for."""
+    fused = {"fused": True} if args.fused else {}
+    return OPTIMIZERS[args.opt](model.parameters(), lr=RATE, **fused)
+
+
+def plain(model: nn.Module, args: argparse.Namespace) -> Loop:
+    """Train in 32 bits."""
+    return Loop(model, make_opt(model, args))
+
+
+def autocast(dtype: torch.dtype, model: nn.Module, args: argparse.Namespace) -> Loop:
+    """Train under `torch.autocast`, and with a scaler for float16: what PyTorch recommends."""
+    scaler = torch.amp.GradScaler(args.device, enabled=dtype == torch.float16)
+    context = partial(torch.autocast, torch.device(args.device).type, dtype)
+    return Loop(model, make_opt(model, args), context=context, scaler=scaler)
+
+
+def ours(dtype: torch.dtype, how: dict, model: nn.Module, args: argparse.Namespace) -> Loop:
+    """Train a 16-bit model with float32 masters."""
+    model, opt = with_masters(model, make_opt(model, args), dtype=dtype, **how)
+    scaler = LossScaler(args.device, init_scale=512.0, enabled=dtype == torch.float16)
+    return Loop(model, opt, dtype, scaler=scaler)
+
+
+def ours_in_fastai(to: str, flat: bool, model: nn.Module, args: argparse.Namespace) -> Fastai:
+    """Train with `learn.to_bf16()` or `learn.to_fp16()`, ours."""
+    run = Fastai(model, args)
+    getattr(run.learn, to)(flat_master=flat)
+    return run.begin()
+
+
+def fastais(mode: AMPMode, model: nn.Module, args: argparse.Namespace) -> Fastai:
+    """Train with what fastai's own `to_bf16()` or `to_fp16()` adds."""
+    run = Fastai(model, args)
+    run.learn.add_cb(FastaiMixedPrecision(amp_mode=mode))
+    return run.begin()
+
+
+def fabric(precision: str, model: nn.Module, args: argparse.Namespace) -> Loop:
+    """Train with Lightning's Fabric: "mixed" is autocast, "true" has no masters."""
+    from lightning.fabric import Fabric
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # it says each time what it uses
+    device = torch.device(args.device).type
+    fab = Fabric(accelerator=device, devices=1, precision=precision)
+    model, opt = fab.setup(model, make_opt(model, args))
+    return Loop(model, opt, backward=fab.backward)
+
+
+def accelerate(precision: str, model: nn.Module, args: argparse.Namespace) -> Loop:
+    """Train with Accelerate."""
+    from accelerate import Accelerator
+
+    acc = Accelerator(mixed_precision=precision, cpu=args.device == "cpu")
+    model, opt = acc.prepare(model, make_opt(model, args))
+    return Loop(model, opt, backward=acc.backward)
+
+
+@dataclass
+class Way:
+    """A way to train, and where it makes sense."""
+
+    build: Callable[[nn.Module, argparse.Namespace], Loop | Fastai]
+    channels_last: bool = False
+    package: str = "torch"  # that it needs
+    hardware: bool = False  # left out on a CPU: float16 is emulated there, 25 times slower
+
+
+f16, b16 = torch.float16, torch.bfloat16
+flat = {"flat_master": True}
+stream = {"flat_master": True, "stream": True}
+WAYS = {
+    "fp32": Way(plain),
+    "fp32-cl": Way(plain, True),
+    "autocast-bf16": Way(partial(autocast, b16)),
+    "autocast-bf16-cl": Way(partial(autocast, b16), True),
+    "autocast-fp16": Way(partial(autocast, f16), hardware=True),
+    "fastai-bf16": Way(partial(fastais, AMPMode.BF16)),
+    "fastai-fp16": Way(partial(fastais, AMPMode.FP16)),
+    "fabric-bf16-mixed": Way(partial(fabric, "bf16-mixed"), package="lightning"),
+    "fabric-bf16-true": Way(partial(fabric, "bf16-true"), package="lightning"),
+    "accelerate-bf16": Way(partial(accelerate, "bf16"), package="accelerate"),
+    "bf16": Way(partial(ours, b16, {})),
+    "bf16-cl": Way(partial(ours, b16, {}), True),
+    "bf16-flat": Way(partial(ours, b16, flat)),
+    "bf16-stream": Way(partial(ours, b16, stream)),
+    "bf16-stream-cl": Way(partial(ours, b16, stream), True),
+    "learn-bf16": Way(partial(ours_in_fastai, "to_bf16", False)),
+    "learn-bf16-flat": Way(partial(ours_in_fastai, "to_bf16", True)),
+    "fp16": Way(partial(ours, f16, {})),
+    "fp16-flat": Way(partial(ours, f16, flat)),
+    "learn-fp16-flat": Way(partial(ours_in_fastai, "to_fp16", True)),
+}
+MEANINGS = """-cl: channels_last. bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in
+one vector, -stream: gradients go there while the backward pass runs. learn-*: the same by
+learn.to_bf16() and learn.to_fp16(), with fastai's optimizer. fabric-bf16-true has no masters: what
+small updates it loses is not in this table."""
+
+
+def choose(args: argparse.Namespace) -> list[str]:
+    """Leave out of the ways what cannot run, or takes minutes, and say so."""
+    chosen = []
+    for name in args.ways or WAYS:
+        way = WAYS[name]
+        is_slow = way.hardware and args.device == "cpu" and name not in (args.ways or [])
+        if find_spec(way.package) is None:
+            print(f"{name}: left out, {way.package} is not installed", file=sys.stderr)
+        elif not is_slow or args.all:
+            chosen.append(name)
+    return chosen
+
+
+# what is measured
+
+
+def make_run(task: Task, way: Way, args: argparse.Namespace) -> tuple:  # the run, and its batch
+    """Build a model, with the same weights and the same batch in every way."""
+    torch.manual_seed(0)
+    xs, y = task.batch()
+    model = task.model().to(args.device)
+    xs, y = tuple(x.to(args.device) for x in xs), y.to(args.device)
+    if way.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        xs = tuple(x.to(memory_format=torch.channels_last) for x in xs)
+    return way.build(model.train(), args), (xs, y)
+
+
+def synchronize(args: argparse.Namespace) -> None:
+    """Wait until the device has done what it was told."""
+    if args.device != "cpu":
+        torch.cuda.synchronize(args.device)
+
+
+def seconds(run: Loop | Fastai, batch: tuple, n: int, args: argparse.Namespace) -> float:
+    """Time `n` steps: seconds a step."""
+    synchronize(args)
+    start = time.perf_counter()
+    for _ in range(n):
+        run.step(*batch)
+    synchronize(args)
+    return (time.perf_counter() - start) / n
+
+
+def get_task(args: argparse.Namespace, model: str) -> Task:
+    """Look a model up."""
+    return TASKS[args.size][model]
+
+
+def fits(task: Task, way: Way) -> bool:
+    """Say whether there is something for channels_last to lay out."""
+    return task.has_conv or not way.channels_last
+
+
+def time_ways(args: argparse.Namespace, model: str, ways: list[str]) -> dict:  # by way
+    """Let the ways take turns: seconds a step of each turn, or what went wrong."""
+    prepare(args)
+    task, runs, times = get_task(args, model), {}, {}
+    for name in ways:
+        try:
+            runs[name] = run, batch = make_run(task, WAYS[name], args)
+            seconds(run, batch, 2, args)  # warms up
+            times[name] = []
+        except Exception as e:
+            runs.pop(name, None)
+            times[name] = f"{type(e).__name__}: {e}"
+    for _ in range(args.repeats):
+        for name, (run, batch) in runs.items():
+            n = turn_length(times["fp32"], args)
+            times[name].append(seconds(run, batch, n, args))
+    return times
+
+
+def turn_length(times: list[float] | str, args: argparse.Namespace) -> int:
+    """Let a turn have so many steps that it lasts long enough to be timed."""
+    return math.ceil(args.turn / median(times)) if times and isinstance(times, list) else 1
+
+
+def peak_memory(args: argparse.Namespace, model: str, way: str) -> int | None:  # bytes
+    """Measure the most that is held in two steps of one way."""
+    prepare(args)
+    run, batch = make_run(TINY, WAYS[way], args)
+    seconds(run, batch, 2, args)
+    del run, batch
+    gc.collect()
+    with PeakMemory(args.device) as peak:
+        run, batch = make_run(get_task(args, model), WAYS[way], args)
+        seconds(run, batch, 2, args)
+    return peak.bytes
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Set what holds for a process."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("mixedfp").setLevel(logging.ERROR)  # that fp16 is not this CPU's is known
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+
+def alone(f: Callable, args: argparse.Namespace, *rest):  # what `f` returns
+    """Call `f` in a process that holds nothing yet; CUDA has counters, and does not fork."""
+    if args.device != "cpu" or "fork" not in torch.multiprocessing.get_all_start_methods():
+        return f(args, *rest)
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        return pool.submit(f, args, *rest).result()
+
+
+def memory_or_none(args: argparse.Namespace, model: str, way: str) -> int | None:
+    """Measure memory, where it can be."""
+    try:
+        return alone(peak_memory, args, model, way)
+    except Exception:  # the times will say what is wrong with this way
+        return None
+
+
+def measure(args: argparse.Namespace, model: str, ways: list[str]) -> list[dict]:
+    """Measure the ways of one model: a line each."""
+    task = get_task(args, model)
+    ways = [name for name in ways if fits(task, WAYS[name])]
+    n_samples = len(task.batch()[1])
+    kept = [] if args.no_memory else [name for name in ways if not WAYS[name].channels_last]
+    memory = {name: memory_or_none(args, model, name) for name in kept}  # a layout costs no bytes
+    times = alone(time_ways, args, model, ways)
+    lines = []
+    for name, own in times.items():
+        if isinstance(own, str):
+            print(f"{model}, {name}: left out, {own}", file=sys.stderr)
+        else:
+            line = {"model": model, "way": name, "bytes": memory.get(name)}
+            lines.append(line | summarize(own, times["fp32"], n_samples))
+    return lines
+
+
+def summarize(own: list[float], fp32: list[float], n_samples: int) -> dict:
+    """Put the turns together."""
+    low, _, high = quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
+    return {
+        "ms": 1e3 * median(own),
+        "spread": (high - low) / median(own),
+        "samples_per_second": n_samples / median(own),
+        "to_fp32": median(b / a for a, b in zip(own, fp32, strict=True)),
+        "turns_ms": [1e3 * t for t in own],
+    }
+
+
+# what is shown
+
+
+def show(lines: list[dict]) -> None:
+    """Print a table a model, as markdown."""
+    print("| model | way | ms a step | spread | samples a second | × fp32 | peak MB | of fp32's |")
+    print("|---|---|---|---|---|---|---|---|")
+    base = {o["model"]: o["bytes"] for o in lines if o["way"] == "fp32"}
+    for o in lines:
+        memory = share = ""
+        if o["bytes"] and base.get(o["model"]):
+            memory, share = f"{o['bytes'] / 2**20:.0f}", f"{o['bytes'] / base[o['model']]:.2f}"
+        print(
+            f"| {o['model']} | {o['way']} | {o['ms']:.1f} | {o['spread']:.0%} "
+            f"| {o['samples_per_second']:.0f} | {o['to_fp32']:.2f} | {memory} | {share} |"
+        )
+
+
+def means(lines: list[dict]) -> list[dict]:
+    """Put the models together: a line a way."""
+    base = {o["model"]: o["bytes"] for o in lines if o["way"] == "fp32"}
+    out = []
+    for way in dict.fromkeys(o["way"] for o in lines):
+        own = [o for o in lines if o["way"] == way]
+        shares = [o["bytes"] / base[o["model"]] for o in own if o["bytes"] and base[o["model"]]]
+        out.append(
+            {
+                "way": way,
+                "models": len(own),
+                "to_fp32": geometric_mean(o["to_fp32"] for o in own),
+                "memory_to_fp32": geometric_mean(shares) if shares else None,
+            }
+        )
+    return out
+
+
+def show_means(lines: list[dict]) -> None:
+    """Print the geometric means, as markdown."""
+    print("\n| way | models | × fp32, geometric mean | memory, of fp32's |\n|---|---|---|---|")
+    for o in lines:
+        memory = f"{o['memory_to_fp32']:.2f}" if o["memory_to_fp32"] else ""
+        print(f"| {o['way']} | {o['models']} | {o['to_fp32']:.2f} | {memory} |")
+
+
+def show_profile(args: argparse.Namespace, model: str, ways: list[str], n: int = 5) -> None:
+    """Print the parts of a step, and the operators that take the time, side by side."""
+    prepare(args)
+    parts, tables = {}, {}
+    for name in ways:
+        run, batch = make_run(get_task(args, model), WAYS[name], args)
+        seconds(run, batch, 3, args)
+        if isinstance(run, Loop):
+            parts[name] = time_parts(run, batch, 2 * n, args)
+        tables[name] = time_operators(run, batch, n, args)
+    print(f"\n{model}: ms a step\n\n| part | {' | '.join(parts)} |\n|---|{'---|' * len(parts)}")
+    for part in ("forward", "backward", "update"):
+        print(f"| {part} | {' | '.join(f'{p[part]:.1f}' for p in parts.values())} |")
+    ops = sorted(
+        {op for t in tables.values() for op in t},
+        key=lambda op: -max(t.get(op, (0, 0))[0] for t in tables.values()),
+    )
+    print(f"\n| operator, itself | {' | '.join(f'{w}, ms | calls' for w in tables)} |")
+    print("|---|" + "---|---|" * len(tables))
+    for op in ops[:15]:
+        cells = [t.get(op, (0, 0)) for t in tables.values()]
+        print(f"| {op} | " + " | ".join(f"{ms:.2f} | {calls:g}" for ms, calls in cells) + " |")
+    totals = [sum(ms for ms, _ in t.values()) for t in tables.values()]
+    print("| all | " + " | ".join(f"{ms:.2f} | " for ms in totals) + " |")
+
+
+def time_parts(run: Loop, batch: tuple, n: int, args: argparse.Namespace) -> dict[str, float]:
+    """Time forward, backward and update, each to its end: ms, medians."""
+    times = {"forward": [], "backward": [], "update": []}
+    given = {"forward": batch, "backward": (), "update": ()}
+    for _ in range(n):
+        loss = None
+        for part, own in times.items():
+            synchronize(args)
+            start = time.perf_counter()
+            loss = getattr(run, part)(*(given[part] if part != "backward" else (loss,)))
+            synchronize(args)
+            own.append(time.perf_counter() - start)
+    return {part: 1e3 * median(own) for part, own in times.items()}
+
+
+def time_operators(run: Loop | Fastai, batch: tuple, n: int, args: argparse.Namespace) -> dict:
+    """Profile `n` steps: (ms, calls) a step of each operator, without what it calls."""
+    on_device = args.device != "cpu"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_device
+    with profile(activities=activities) as prof:
+        seconds(run, batch, n, args)
+    times = {}
+    for o in prof.key_averages():
+        own = o.self_device_time_total if on_device else o.self_cpu_time_total
+        times[o.key] = own / 1e3 / n, o.count / n
+    return times
+
+
+def about(args: argparse.Namespace) -> dict:
+    """Name the day, the machine and the versions."""
+    names = ("torch", "fastai", "lightning", "accelerate")
+    kept = ("size", "opt", "fused", "threads", "repeats", "device")
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine_name(args.device),
+        "python": platform.python_version(),
+        **{n: version(n) for n in names if find_spec(n) is not None},
+        **{k: getattr(args, k) for k in kept},
+    }
+
+
+def machine_name(device: str) -> str:
+    """Name the GPU, or the CPU and its cores in use."""
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main() -> None:
+    """Run what is asked for, and write and print the tables."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=MEANINGS)
+    p.add_argument("--size", choices=TASKS, default="small")
+    p.add_argument("--models", nargs="+", help="default: all of the size")
+    p.add_argument("--ways", nargs="+", choices=WAYS, help="default: all; fp32 is always there")
+    p.add_argument("--all", action="store_true", help="also what a CPU emulates: hours")
+    p.add_argument("--opt", choices=OPTIMIZERS, default="sgd")
+    p.add_argument("--fused", action="store_true", help="PyTorch's fused optimizers in every loop")
+    p.add_argument("--repeats", type=int, default=5, help="turns of each way")
+    p.add_argument("--turn", type=float, default=0.05, help="seconds that a turn lasts at least")
+    p.add_argument("--threads", type=int, default=0, help="0: as many as PyTorch likes")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--no-memory", action="store_true", help="measure times only")
+    p.add_argument("--profile", nargs="+", choices=WAYS, help="show where the time goes instead")
+    p.add_argument("--out", type=Path, help="a JSON file")
+    args = p.parse_args()
+    unknown = set(args.models or []) - set(TASKS[args.size])
+    if unknown:
+        p.error(f"--models {sorted(unknown)[0]}: expected some of {', '.join(TASKS[args.size])}")
+    models = args.models or list(TASKS[args.size])
+    if args.profile:
+        for model in models:
+            alone(show_profile, args, model, list(dict.fromkeys(["fp32", *args.profile])))
+        return
+    ways = list(dict.fromkeys(["fp32", *choose(args)]))
+    lines = []
+    for model in models:
+        start = time.perf_counter()
+        lines += measure(args, model, ways)
+        print(f"{model}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    if args.out:
+        whole = {**about(args), "results": lines, "geometric_means": means(lines)}
+        args.out.write_text(json.dumps(whole, indent=1) + "\n")
+    show(lines)
+    show_means(means(lines))
+    print("\n" + MEANINGS.replace("\n", " "))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,519 @@
+"""The step in one pass over memory: the optimizer's own bits, in a fixed number of calls."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from fastai.optimizer import SGD, Adam, OptimWrapper, QHAdam, RAdam, RMSProp
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mixedfp import onepass, step
+from mixedfp.onepass import NotElementwise, OnePass, record
+from mixedfp.optimizer import with_masters
+from mixedfp.scaler import LossScaler
+from mixedfp.step import MixedStep
+from mixedfp.testing import assert_same
+
+optim = torch.optim
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = HALVES | {"fp32": torch.float32}
+
+OPTIMIZERS = {
+    "fastai SGD": partial(SGD, lr=0.1, mom=0.9, wd=0.01),
+    "fastai SGD, l2": partial(SGD, lr=0.1, mom=0.9, wd=0.01, decouple_wd=False),
+    "fastai SGD, no momentum": partial(SGD, lr=0.1),
+    "fastai Adam": partial(Adam, lr=0.01, wd=0.01),
+    "fastai RMSProp": partial(RMSProp, lr=0.01, mom=0.9),
+    "fastai RAdam": partial(RAdam, lr=0.01),
+    "fastai QHAdam": partial(QHAdam, lr=0.01),
+    "wrapped AdamW": partial(OptimWrapper, opt=optim.AdamW, lr=0.01),
+    "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD, nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, dampening=0),
+    "SGD, maximize": partial(optim.SGD, lr=0.1, maximize=True),
+    "AdamW": partial(optim.AdamW, lr=0.01),
+    "Adam, amsgrad": partial(optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
+    "AdamW, foreach": partial(optim.AdamW, lr=0.01, foreach=True),
+    "AdamW, a tensor as rate": partial(optim.AdamW, lr=torch.tensor(0.01)),
+    "NAdam": partial(optim.NAdam, lr=0.01),
+    "RAdam": partial(optim.RAdam, lr=0.01),
+    "RMSprop": partial(optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "Rprop": partial(optim.Rprop, lr=0.01),
+    "Adamax": optim.Adamax,
+    "Adagrad": optim.Adagrad,
+    "Adadelta": optim.Adadelta,
+    "ASGD": optim.ASGD,
+}
+
+
+@pytest.fixture
+def small_is_large(monkeypatch):
+    """Have vectors of any size stepped in one pass, in stretches of some hundred elements."""
+    monkeypatch.setattr(step, "LARGE", 1)
+    monkeypatch.setattr(onepass, "_CUT", 700)
+
+
+def net():
+    """Make a small model with norms, biases and weights larger than a stretch."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(12, 70), nn.BatchNorm1d(70), nn.ReLU(), nn.Linear(70, 40)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(40, 2))
+
+
+def train(mixed, make, n_steps=5, before_step=None, losses=(), model=None):
+    """Train with the verbs of `mixed`; return the model, the optimizer and what they hold."""
+    model = net() if model is None else model
+    mixed.attach(model)
+    opt = mixed.hold(make(list(model.parameters())))
+    rng = torch.Generator().manual_seed(1)
+    for i in range(n_steps):
+        x = torch.randn(16, 12, generator=rng)
+        y = torch.randint(0, 2, (16,), generator=rng)
+        loss = nn.functional.cross_entropy(mixed.uncast(model(mixed.cast(x, training=True))), y)
+        if i in losses:
+            loss = loss * float("inf")
+        mixed.scale(loss).backward()
+        if mixed.unscale():
+            if before_step is not None:
+                before_step(i, model, opt)
+            mixed.step()
+        else:
+            mixed.skip()
+        mixed.update()
+        opt.zero_grad()
+    return model, opt
+
+
+def ends(model, opt):
+    """Return what training changes."""
+    return {"model": dict(model.state_dict()), "opt": opt.state_dict()["state"]}
+
+
+def mixed_step(dtype, direct=True, compiled=False):
+    """Make a step over flat masters, from a scale that overflows at first."""
+    scaler = LossScaler(init_scale=2.0**18, max_scale=2.0**24, enabled=dtype == torch.float16)
+    mixed = MixedStep(dtype, flat_master=True, scaler=scaler, compiled=compiled)
+    mixed.direct = direct
+    return mixed
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stretches_give_the_optimizers_own_bits(name, dtype, direct, small_is_large, monkeypatch):
+    """Stretch by stretch, unscaled on the way, or the whole vectors by the optimizer itself."""
+    one = train(mixed_step(DTYPES[dtype], direct), OPTIMIZERS[name])
+    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+    monkeypatch.setattr(step, "LARGE", 2**60)
+    whole = train(mixed_step(DTYPES[dtype], direct=False), OPTIMIZERS[name])
+    assert not whole[1].one_pass.paths
+    assert_same(ends(*one), ends(*whole))
+
+
+@pytest.mark.parametrize("fused", [optim.SGD, optim.AdamW])
+def test_fused_kernels_round_the_ends_of_stretches_otherwise(fused, small_is_large, monkeypatch):
+    """They are not PyTorch's element-wise operators: 4 ulps of the weights in 5 steps."""
+    make = partial(fused, lr=0.01, fused=True)
+    one = train(mixed_step(torch.bfloat16), make)
+    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+    monkeypatch.setattr(step, "LARGE", 2**60)
+    whole = train(mixed_step(torch.bfloat16), make)
+    for k, w in whole[0].state_dict().items():
+        torch.testing.assert_close(one[0].state_dict()[k], w, rtol=2**-21, atol=2**-26)
+
+
+@pytest.mark.parametrize("name", ["fastai Adam", "AdamW"])
+def test_skipped_steps_change_nothing(name, small_is_large):
+    """Weights, state and step counts after an overflow are those before it."""
+    seen = []
+
+    def look(i, model, opt):
+        seen.append((i, copy.deepcopy(ends(model, opt))))
+
+    mixed = mixed_step(torch.float16)
+    mixed.scaler = LossScaler(init_scale=4.0)
+    train(mixed, OPTIMIZERS[name], before_step=look, losses={1, 2})
+    assert [i for i, _ in seen] == [0, 3, 4]
+    assert mixed.scaler.skipped == [1, 2]
+    other = mixed_step(torch.float16)
+    other.scaler = LossScaler(init_scale=4.0)
+    once = ends(*train(other, OPTIMIZERS[name], n_steps=1))
+    then = seen[1][1]  # before the step after them, and after its forward pass
+    assert_same(then["opt"], once["opt"])
+    params = [k for k in once["model"] if k.endswith(("weight", "bias"))]
+    assert_same([then["model"][k] for k in params], [once["model"][k] for k in params])
+
+
+def test_gradients_wait_in_16_bits_and_become_true_for_who_asks(small_is_large):
+    """Between `unscale` and `step` they are scaled 16-bit ones, until `take_grads`."""
+    seen = {}
+
+    def look(i, model, opt):
+        if i == 3:
+            seen["waiting"] = [p.grad.clone() for p in model.parameters()]
+            opt.take_grads()
+            seen["true"] = [p.grad.clone() for p in model.parameters()]
+
+    mixed = mixed_step(torch.float16)
+    mixed.scaler = LossScaler(init_scale=1024.0)
+    model, _ = train(mixed, OPTIMIZERS["SGD"], before_step=look)
+    for p, waiting, true in zip(model.parameters(), seen["waiting"], seen["true"], strict=True):
+        assert waiting.dtype == p.dtype
+        assert true.dtype == torch.float32
+        assert_same(waiting.float() / 1024, true)
+
+
+def test_asking_in_between_changes_no_bit(small_is_large):
+    """Who looks at the gradients gets the truth, and the same training."""
+
+    def look(i, model, opt):
+        if i % 2:
+            opt.take_grads()
+
+    asked = train(mixed_step(torch.float16), OPTIMIZERS["AdamW"], before_step=look)
+    assert_same(ends(*asked), ends(*train(mixed_step(torch.float16), OPTIMIZERS["AdamW"])))
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["fastai SGD"], OPTIMIZERS["SGD"]])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_micro_batches_add_up_in_32_bits(make, dtype, small_is_large):
+    """Sixteen backward passes of a step are as exact with gradients that come in 16 bits."""
+
+    def grads(direct):
+        mixed = mixed_step(HALVES[dtype], direct)
+        model = net()
+        mixed.attach(model)
+        opt = mixed.hold(make(list(model.parameters())))
+        mixed.scaler = LossScaler(init_scale=256.0, enabled=dtype == "fp16")
+        rng = torch.Generator().manual_seed(1)
+        for n in (1, 16):
+            for _ in range(n):
+                x = torch.randn(16, 12, generator=rng)
+                out = mixed.uncast(model(mixed.cast(x, training=True)))
+                mixed.scale(out.square().mean()).backward()
+            assert mixed.unscale()
+            opt.take_grads()
+            found = [p.grad.clone() for p in model.parameters()]
+            if n == 1:
+                mixed.step()
+            mixed.update()
+            opt.zero_grad()
+        return found
+
+    assert_same(grads(direct=True), grads(direct=False))
+
+
+def test_a_parameter_without_a_gradient_is_stepped_as_by_fastai(small_is_large):
+    """fastai's `zero_grad` leaves zeros: weight decay and momentum go on."""
+
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.n = nn.Linear(12, 2), nn.Linear(12, 2), 0
+
+        def forward(self, x):
+            self.n += 1
+            return self.a(x) if self.n % 2 == 0 else self.a(x) + self.b(x)
+
+    ways = [mixed_step(torch.bfloat16, direct) for direct in (True, False)]
+    one, other = (train(way, OPTIMIZERS["fastai SGD"], model=Sometimes()) for way in ways)
+    assert_same(ends(*one), ends(*other))
+    assert one[0].b.weight.grad.dtype == torch.float32  # true for who looks after the fit
+
+
+def test_weights_written_into_the_model_are_taken_over(small_is_large):
+    """Also where the step's pass would not look at them."""
+
+    def write(i, model, opt):
+        if i == 2:
+            with torch.no_grad():
+                model[0].weight.fill_(0.5)
+
+    make = OPTIMIZERS["fastai SGD, no momentum"]
+    written = train(mixed_step(torch.bfloat16), make, 3, before_step=write)
+    assert (written[0].state_dict()["0.weight"] - 0.5).abs().max() < 0.25
+    twin = train(mixed_step(torch.bfloat16, direct=False), make, 3, before_step=write)
+    assert_same(ends(*written), ends(*twin))
+
+
+# what is not element-wise, or looked at by others, goes the readable way
+
+
+class Normed(optim.Optimizer):
+    """Steps by the sign of the mean, which no stretch knows."""
+
+    def __init__(self, params):
+        super().__init__(params, dict(lr=0.1))
+
+    @torch.no_grad()
+    def step(self):
+        """Look at the whole."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * p.grad.norm().sign())
+
+
+def test_an_update_that_looks_at_the_whole_is_refused_before_anything_changes():
+    """`record` runs on stand-ins: no weight has moved when it raises."""
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(NotElementwise, match="norm"):
+        record(Normed([p]).step, [{"p": p, "grad": p.grad}])
+
+
+def test_a_refused_optimizer_steps_its_vectors_itself(small_is_large):
+    """It passes the trial by chance (a sign is the same for all pieces), and is still exact."""
+    one = train(mixed_step(torch.bfloat16), Normed, 3)
+    assert one[1].one_pass is None
+    each = MixedStep(torch.bfloat16)
+    assert_same(ends(*one), ends(*train(each, Normed, 3)))
+
+
+def test_hooks_see_all_masters(small_is_large):
+    """With a hook on the step the optimizer steps whole vectors: it is shown all of them."""
+    seen = []
+
+    def make(params):
+        opt = optim.SGD(params, lr=0.1)
+        opt.register_step_pre_hook(lambda opt, *_: seen.append(sum(
+            p.grad.numel() for group in opt.param_groups for p in group["params"]
+        )))  # fmt: skip
+        return opt
+
+    model, opt = train(mixed_step(torch.float16), make, 3)
+    assert set(seen) == {sum(p.numel() for p in model.parameters())}
+    assert not opt.one_pass.paths
+
+
+def test_small_vectors_are_stepped_beside_large_ones(monkeypatch):
+    """Weights in one pass, norms and biases by the optimizer itself: the same bits as all alike."""
+    monkeypatch.setattr(step, "LARGE", 1000)
+    for name in ("fastai Adam", "AdamW", "wrapped AdamW"):
+        for dtype in DTYPES.values():
+            one = train(mixed_step(dtype), OPTIMIZERS[name])
+            assert len(one[1].one_pass.paths) == 1
+            each = train(MixedStep(dtype, scaler=mixed_step(dtype).scaler), OPTIMIZERS[name])
+            assert_same(ends(*one), ends(*each))
+
+
+def test_copies_and_files_of_what_waits(small_is_large):
+    """A deep copy and a state dict between backward and step hold the truth."""
+
+    def look(i, model, opt):
+        if i == 2:
+            opt.state_dict()
+            copy.deepcopy(model)
+
+    one = train(mixed_step(torch.float16), OPTIMIZERS["AdamW"], before_step=look)
+    assert_same(ends(*one), ends(*train(mixed_step(torch.float16), OPTIMIZERS["AdamW"])))
+
+
+# plain loops
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_master_optimizer_steps_in_one_pass(stream, dtype, small_is_large, monkeypatch):
+    """Of a plain loop, with the same bits as masters for each parameter."""
+
+    def run(**kwargs):
+        model, opt = _pair(DTYPES[dtype], **kwargs)
+        scaler = LossScaler("cpu", init_scale=256.0, enabled=dtype == "fp16")
+        rng = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            x = torch.randn(16, 12, generator=rng).to(DTYPES[dtype])
+            scaler.scale(model(x).float().square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        return model, opt
+
+    flat, each = run(flat_master=True, stream=stream), run()
+    assert set(flat[1]._on.one_pass.paths.values()) == {"in chunks"}
+    assert_same(dict(flat[0].state_dict()), dict(each[0].state_dict()))
+    assert_same(flat[1].state_dict()["state"], each[1].state_dict()["state"])
+
+
+def _pair(dtype, **kwargs):
+    model = net()
+    return with_masters(model, optim.AdamW(model.parameters(), lr=0.01), dtype=dtype, **kwargs)
+
+
+# calls and reads
+
+
+class Count(TorchDispatchMode):
+    """Count operations, and those that bring a number to Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.reads = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Count one."""
+        self.calls.append(str(func))
+        self.reads += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.equal.default,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+class Bag(nn.Module):
+    """So many matrices."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.values = nn.ParameterList([nn.Parameter(torch.ones(8, 8)) for _ in range(n)])
+
+
+def count_a_step(n, dtype, make):
+    """Count what happens after the backward pass over `n` matrices."""
+    mixed, model = mixed_step(dtype), Bag(n)
+    mixed.scaler = LossScaler(init_scale=4.0, enabled=dtype == torch.float16)
+    mixed.attach(model)
+    opt = mixed.hold(make(list(model.parameters())))
+    for _ in range(3):
+        mixed.scale(torch.stack([p.float().sum() for p in model.parameters()]).sum()).backward()
+        with Count() as counter:
+            assert mixed.unscale()
+            mixed.step()
+            mixed.update()
+            opt.zero_grad()
+    assert set(opt.one_pass.paths.values()) == {"in chunks"}
+    return counter
+
+
+@pytest.mark.parametrize("name", ["fastai SGD", "fastai Adam", "SGD", "AdamW"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_number_of_calls_is_that_of_groups_not_of_tensors(name, dtype, monkeypatch):
+    """10 or 1,000 tensors in a group: gather, check, update and give back are as many calls."""
+    monkeypatch.setattr(step, "LARGE", 1)
+    few, many = (count_a_step(n, HALVES[dtype], OPTIMIZERS[name]) for n in (10, 1000))
+    assert few.calls == many.calls
+    assert len(many.calls) < (100 if dtype == "fp16" else 50)
+
+
+@pytest.mark.parametrize("name", ["fastai SGD", "fastai Adam", "SGD", "AdamW"])
+def test_nothing_is_read_back(name, monkeypatch):
+    """In bfloat16 no number comes to Python; in float16 whether to skip, and the scale's mirror."""
+    monkeypatch.setattr(step, "LARGE", 1)
+    counter = count_a_step(20, torch.bfloat16, OPTIMIZERS[name])
+    assert counter.reads == (1 if name == "AdamW" else 0)  # its step count, on the host
+
+
+def test_the_counter_counts():
+    """A control: masters for each parameter take more calls for more tensors."""
+
+    def calls(n):
+        model = Bag(n)
+        mixed = MixedStep(torch.bfloat16)
+        mixed.attach(model)
+        opt = mixed.hold(SGD(list(model.parameters()), lr=0.1))
+        for p in model.parameters():
+            p.grad = torch.ones_like(p, dtype=torch.float32)
+        with Count() as counter:
+            mixed.unscale()
+            mixed.step()
+            opt.zero_grad()
+        return len(counter.calls)
+
+    assert calls(100) > calls(10) + 90
+    with Count() as counter:
+        float(torch.ones(()))
+    assert counter.reads == 1
+
+
+# compiled
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["fastai Adam", "AdamW", "fastai SGD"])
+def test_the_compiled_pass_is_within_ulps(name, dtype, monkeypatch):
+    """After ten steps at moving rates weights and moments are 8 ulps of the largest apart."""
+    monkeypatch.setattr(step, "LARGE", 1)
+
+    def schedule(i, model, opt):
+        opt.set_hypers(lr=0.01 * (i + 1)) if "fastai" in name else _set_lr(opt, 0.01 * (i + 1))
+
+    runs = [
+        train(mixed_step(HALVES[dtype], compiled=compiled), OPTIMIZERS[name], 10, schedule)
+        for compiled in (True, False)
+    ]
+    assert set(runs[0][1].one_pass.paths.values()) == {"compiled"}
+    assert len(runs[0][1].one_pass.functions) <= 2  # with weight decay and without: not by rate
+    one, other = (ends(*run) for run in runs)
+    for k, w in other["model"].items():
+        if w.is_floating_point():
+            bound = 8 * torch.finfo(torch.float32).eps * float(w.abs().max())
+            torch.testing.assert_close(one["model"][k], w, rtol=0, atol=max(bound, 1e-12))
+
+
+def _set_lr(opt, lr):
+    for group in opt.opt.param_groups:
+        group["lr"] = lr
+
+
+def test_moving_rates_compile_nothing_anew(monkeypatch):
+    """A schedule over twenty steps: the graphs that there were after the third."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(step, "LARGE", 1)
+    seen = []
+
+    def schedule(i, model, opt):
+        _set_lr(opt, 0.001 * (i + 1))
+        seen.append(counters["stats"]["unique_graphs"])
+
+    train(mixed_step(torch.bfloat16, compiled=True), OPTIMIZERS["AdamW"], 20, schedule)
+    assert seen[-1] > seen[0]
+    assert seen[-1] == seen[3]
+
+
+def test_without_a_compiler_it_goes_in_chunks(monkeypatch, caplog, small_is_large):
+    """And says so."""
+    monkeypatch.setattr(torch, "compile", _no_compiler)
+    one = train(mixed_step(torch.bfloat16, compiled=True), OPTIMIZERS["AdamW"])
+    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+    each = train(MixedStep(torch.bfloat16), OPTIMIZERS["AdamW"])
+    assert_same(ends(*one), ends(*each))
+
+
+def _no_compiler(fn, **kwargs):
+    def call(*args):
+        raise RuntimeError("No working C++ compiler found")
+
+    return call
+
+
+def test_small_models_are_not_compiled():
+    """It would take longer than it saves: 4 million elements are the least by default."""
+    one_pass = OnePass()
+    model = nn.Linear(64, 64)
+    mixed = mixed_step(torch.bfloat16, compiled=None)
+    mixed.attach(model)
+    opt = mixed.hold(SGD(list(model.parameters()), lr=0.1))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p, dtype=torch.float32)
+    opt.to_masters()
+    assert not any(one_pass._is_compiled(u) for u in opt.units)
+
+
+def test_autograd_notices_a_step_in_between(monkeypatch):
+    """A second backward pass through weights that were stepped raises, compiled or not."""
+    monkeypatch.setattr(step, "LARGE", 1)
+    for compiled in (False, True):
+        mixed, model = mixed_step(torch.bfloat16, compiled=compiled), net()
+        mixed.attach(model)
+        opt = mixed.hold(OPTIMIZERS["SGD"](list(model.parameters())))
+        for _ in range(3):
+            out = mixed.uncast(model(mixed.cast(torch.randn(16, 12), training=True)))
+            mixed.scale(out.square().mean()).backward(retain_graph=True)
+            mixed.unscale()
+            mixed.step()
+            mixed.update()
+            opt.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.square().mean().backward()

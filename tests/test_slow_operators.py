@@ -1,0 +1,601 @@
+"""Attention of bfloat16 models on a CPU: computed in float32 where that is faster, else left alone.
+
+Oracle: the same attention of the same numbers in float32. A spy below autograd sees in which dtype
+the kernels run. `slow_attention` says what the processor is slow at; most tests say it for it.
+"""
+
+import copy
+import math
+import pickle
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from mixedfp import cast
+from mixedfp.cast import AttentionInFloat32, slow_attention
+from mixedfp.optimizer import with_masters
+from mixedfp.step import HalfForward, MixedStep
+from mixedfp.testing import assert_same
+
+FULL, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
+KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Let attention in bfloat16 on a CPU be slow in any size, whatever the processor."""
+    set_limit(monkeypatch, math.inf)
+
+
+def set_limit(monkeypatch, limit):
+    """Let attention be slow in bfloat16 on a CPU below `limit` products a head."""
+    monkeypatch.setattr(
+        cast, "_slow_attention", lambda device, dtype: limit * ((device, dtype) == ("cpu", BF16))
+    )
+
+
+class Spy(TorchDispatchMode):
+    """The dtypes of the first operand of every kernel, by name, in the order of the calls."""
+
+    def __enter__(self):
+        self.seen = {}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if args and isinstance(args[0], torch.Tensor):
+            self.seen.setdefault(func.overloadpacket.__name__, []).append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def attention(self):
+        """Of attention's forward pass, and of its backward pass."""
+        return self.seen.get(KERNEL, []), self.seen.get(KERNEL + "_backward", [])
+
+
+def qkv(dtype=BF16, n_queries=5, n_keys=5, size=8):
+    """Return query, key and value."""
+    shapes = (2, 3, n_queries, size), *[(2, 3, n_keys, size)] * 2
+    return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+
+
+def run(tensors, **kwargs):
+    """Return attention, and the gradients of all tensors."""
+    out = F.scaled_dot_product_attention(*tensors, **kwargs)
+    grad = (torch.arange(out.numel()) % 7 - 3).view(out.shape).to(out.dtype)
+    return [out, *torch.autograd.grad(out, tensors, grad)]
+
+
+def in_float(tensors):
+    """Return the same numbers in float32."""
+    return [t.detach().float().requires_grad_() for t in tensors]
+
+
+ROWS = torch.ones(5, 5, dtype=torch.bool).tril()
+MASKS = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "bools": {"attn_mask": ROWS},
+    "numbers": {"attn_mask": torch.zeros(5, 5, dtype=BF16).masked_fill(~ROWS, -math.inf)},
+    "a scale": {"scale": 0.5},
+    "groups": {"enable_gqa": True},
+}
+
+# The numbers
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_results_are_float32s_rounded(slow, mask):
+    """Results once; gradients pass through a result that is kept in 16 bits, as natively."""
+    tensors = qkv()
+    with AttentionInFloat32(), Spy() as spy:
+        ours = run(tensors, **MASKS[mask])
+    assert {d for part in spy.attention for d in part} <= {FULL}
+    kwargs = dict(MASKS[mask])
+    if mask == "numbers":
+        kwargs["attn_mask"] = kwargs["attn_mask"].float()
+    exact = run(in_float(tensors), **kwargs)
+    assert_same(ours[0], exact[0].to(BF16))
+    native = run(tensors, **MASKS[mask])
+    for mine, true, theirs in zip(ours[1:], exact[1:], native[1:], strict=True):
+        assert mine.dtype == BF16
+        assert distance(mine, true) <= max(2**-8, 1.1 * distance(theirs, true))
+
+
+def distance(got, true):
+    """Return the largest error, in units of the largest number."""
+    return ((got.float() - true).abs().max() / true.abs().max()).item()
+
+
+def test_the_spy_sees_both_ways(slow):
+    tensors = qkv()
+    with Spy() as spy:
+        run(tensors)
+    assert spy.attention == ([BF16], [BF16])
+    with Spy() as spy, AttentionInFloat32():
+        run(tensors)
+    assert spy.attention == ([FULL], [FULL])
+
+
+def test_a_mask_that_learns_has_its_gradient(slow):
+    bias = torch.randn(1, 3, 5, 5).to(BF16).requires_grad_()
+    q, k, v = qkv()
+    with AttentionInFloat32():
+        out = F.scaled_dot_product_attention(q, k, v, bias)
+    grads = torch.autograd.grad(out.float().pow(2).sum(), [q, bias])
+    fq, fk, fv, fbias = in_float([q, k, v, bias])
+    exact = F.scaled_dot_product_attention(fq, fk, fv, fbias)
+    true = torch.autograd.grad(exact.pow(2).sum(), [fq, fbias])
+    assert [g.dtype for g in grads] == [BF16, BF16]
+    assert all(distance(g, t) < 2**-6 for g, t in zip(grads, true, strict=True))
+
+
+def test_a_row_that_may_look_at_nothing(slow):
+    mask = ROWS.clone()
+    mask[2] = False
+    tensors = qkv()
+    native = run(tensors, attn_mask=mask)
+    with AttentionInFloat32():
+        ours = run(tensors, attn_mask=mask)
+    assert [t.isfinite().all() for t in ours] == [t.isfinite().all() for t in native]
+
+
+def test_names_of_arguments(slow):
+    q, k, v = qkv()
+    with AttentionInFloat32():
+        named = F.scaled_dot_product_attention(value=v, key=k, query=q, dropout_p=0.0)
+        assert_same(named, F.scaled_dot_product_attention(q, k, v))
+
+
+def test_what_is_kept_for_the_backward_pass_has_16_bits(slow, monkeypatch):
+    """All but the sums: no tensor of the size of the query waits in float32."""
+    kept = []
+
+    def narrow(dtype, n_dims, t):
+        kept.append(before(dtype, n_dims, t))
+        return kept[-1]
+
+    before = cast._narrow
+    monkeypatch.setattr(cast, "_narrow", narrow)
+    with AttentionInFloat32():
+        run(qkv())
+    assert sorted((t.dim(), t.dtype) == (4, BF16) for t in kept) == [False] + 4 * [True]
+    assert [t.dtype for t in kept if t.dim() == 3] == [FULL]
+
+
+def test_what_is_kept_does_not_hold_on_to_what_was_given(slow):
+    """Query, key and value are often views of one tensor, which nobody needs afterwards."""
+    leaf = torch.randn(3, 2, 3, 5, 8).to(BF16).requires_grad_()
+    given = []
+
+    def forward():
+        together = leaf * 1
+        q, k, v = together
+        given.append(weakref.ref(q))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    with AttentionInFloat32():
+        out = forward()
+    assert given[0]() is None
+    assert out.grad_fn is not None
+
+
+# What is left alone
+
+
+def in_mode(tensors, **kwargs):
+    """Return what `run` does, and the kernels' dtypes."""
+    with Spy() as spy, AttentionInFloat32():
+        out = run(tensors, **kwargs)
+    return out, spy.attention
+
+
+@pytest.mark.parametrize("dtype", [FULL, HALF])
+def test_other_types_are_left_alone(slow, dtype):
+    tensors = qkv(dtype)
+    ours, dtypes = in_mode(tensors)
+    assert dtypes == ([dtype], [dtype])
+    assert_same(ours, run(tensors))
+
+
+@pytest.mark.parametrize("limit, expected", [(0, BF16), (5 * 7 * 8, BF16), (5 * 7 * 8 + 1, FULL)])
+def test_large_heads_are_left_alone(monkeypatch, limit, expected):
+    set_limit(monkeypatch, limit)
+    assert in_mode(qkv(n_keys=7))[1] == ([expected], [expected])
+
+
+def test_dropout_is_left_alone(slow):
+    torch.manual_seed(1)
+    native = run(tensors := qkv(), dropout_p=0.5)
+    torch.manual_seed(1)
+    tensors_again = qkv()
+    assert_same(tensors_again, tensors)
+    with AttentionInFloat32():
+        assert_same(run(tensors_again, dropout_p=0.5), native)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "frozen"])
+def test_nothing_is_done_without_a_backward_pass(slow, how):
+    tensors = [t.detach() for t in qkv()] if how == "frozen" else qkv()
+    with Spy() as spy, AttentionInFloat32(), torch.set_grad_enabled(how == "frozen"):
+        F.scaled_dot_product_attention(*tensors)
+    assert spy.attention == ([BF16], [])
+
+
+def test_a_mask_of_another_type_is_left_alone(slow):
+    """Kept in 16 bits for the backward pass it would not be the same mask."""
+    tensors, mask = qkv(), torch.randn(5, 5)
+    ours, dtypes = in_mode(tensors, attn_mask=mask)
+    assert dtypes == ([BF16], [BF16])
+    assert_same(ours, run(tensors, attn_mask=mask))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_computes_the_same_twice(slow, reentrant):
+    """The repeated pass is outside of the mode: so the first one leaves attention alone."""
+    tensors = qkv()
+
+    def sdpa(*ts):
+        return F.scaled_dot_product_attention(*ts)
+
+    with Spy() as spy, AttentionInFloat32():
+        out = checkpoint(sdpa, *tensors, use_reentrant=reentrant)
+    out.sum().backward()
+    assert set(spy.attention[0]) == {BF16}
+
+
+def test_hooks_of_others_see_what_they_always_saw(slow):
+    seen = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: seen.append(t.dtype) or t, lambda t: t
+    )
+    with AttentionInFloat32(), hooks:
+        run(qkv())
+    assert BF16 in seen and seen.count(FULL) == 1  # the sums
+
+
+def test_torch_func_is_left_alone(slow):
+    q, k, v = (t.detach() for t in qkv())
+
+    def loss(q):
+        return F.scaled_dot_product_attention(q, k, v).float().pow(2).sum()
+
+    expected = torch.func.grad(loss)(q)
+    with AttentionInFloat32():
+        assert_same(torch.func.grad(loss)(q), expected)
+        torch.vmap(partial(F.scaled_dot_product_attention, key=k[0], value=v[0]))(q)
+
+
+# Modules that call attention where no mode sees it
+
+
+class Attending(nn.Module):
+    """PyTorch's module around attention, without the weights, so that the fast kernel runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+class Encoder(nn.Module):
+    """PyTorch's whole layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.layer(x).mean(1))
+
+
+class Sdpa(nn.Module):
+    """Attention as most write it now."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 2)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.head(out.transpose(1, 2).flatten(2).mean(1))
+
+
+class Plain(nn.Module):
+    """No attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(x.mean(1))
+
+
+MODELS = [Attending, Encoder, Sdpa]
+X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+
+
+def half_model(make, dtype=BF16, **kwargs):
+    """Return a model in 16 bits with its optimizer."""
+    model = make()
+    return with_masters(model, optim.SGD(model.parameters(), 0.1), dtype=dtype, **kwargs)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_only_attention_is_computed_in_float32(slow, make):
+    model, opt = half_model(make)
+    with Spy() as spy:
+        out = model(X.to(BF16))
+        out.float().sum().backward()
+    assert out.dtype == BF16 and spy.attention == ([FULL], [FULL])
+    assert {d for k in ("addmm", "mm") for d in spy.seen.get(k, [])} == {BF16}
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.step()
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_results_are_within_roundings_of_the_native_ones(slow, make):
+    model, _ = half_model(make)
+    native = copy.deepcopy(model)
+    native.forward.native = True
+    ours, theirs = model(X.to(BF16)), native(X.to(BF16))
+    assert distance(ours, theirs.float()) < 2**-6
+
+
+def test_multi_head_attention_is_its_own_code_but_for_attention(slow):
+    """Weights, masks and all that: whatever does not call the kernel has the same bits."""
+    attend = nn.MultiheadAttention(8, 2, batch_first=True).to(BF16)
+    x = X.to(BF16)
+    for kwargs in (
+        {},
+        {"average_attn_weights": False},
+        {"attn_mask": ~ROWS},
+        {"key_padding_mask": torch.zeros(3, 5, dtype=torch.bool)},
+    ):
+        expected = attend(x, x, x, **kwargs)
+        with AttentionInFloat32():
+            assert_same(attend(x, x, x, **kwargs), expected)
+    with AttentionInFloat32(), pytest.raises(AssertionError):
+        attend(x, x, x[:, :2])
+
+
+def test_evaluation_keeps_pytorchs_fast_path(slow):
+    """`torch._transformer_encoder_layer_fwd` computes a whole layer; a mode would turn it off."""
+    model, _ = half_model(Encoder)
+    native = copy.deepcopy(model).eval()
+    del native.forward
+    with torch.no_grad(), Spy() as spy:
+        out = model.eval()(X.to(BF16))
+    assert "_transformer_encoder_layer_fwd" in spy.seen
+    with torch.no_grad():
+        assert_same(out, native(X.to(BF16)))
+
+
+# In the library
+
+
+class Sometimes(Sdpa):
+    """Attention in the batches that ask for it."""
+
+    asked = False
+
+    def forward(self, x):
+        return super().forward(x) if self.asked else self.head(x.mean(1))
+
+
+def count_modes(monkeypatch):
+    """Return a list that grows with each mode that is entered."""
+    entered, enter = [], AttentionInFloat32.__enter__
+    monkeypatch.setattr(
+        AttentionInFloat32, "__enter__", lambda mode: entered.append(mode) or enter(mode)
+    )
+    return entered
+
+
+@pytest.mark.parametrize("make, n", [(Plain, 1), (Sdpa, 3)])
+def test_a_model_without_attention_does_not_pay_for_a_mode(slow, monkeypatch, make, n):
+    """The first training batch shows it; evaluation and compilation never enter one."""
+    entered = count_modes(monkeypatch)
+    model, _ = half_model(make)
+    with torch.no_grad():
+        model(X.to(BF16))
+    assert len(entered) == 0
+    for _ in range(3):
+        model(X.to(BF16))
+    assert len(entered) == n
+
+
+def test_each_attach_looks_again(slow, monkeypatch):
+    """Who first attends later has it natively until then; what was found once stays."""
+    entered = count_modes(monkeypatch)
+    step, model = MixedStep(BF16), Sometimes()
+    step.attach(model)
+    model(X.to(BF16))
+    model.asked = True
+    model(X.to(BF16))
+    assert len(entered) == 1
+    step.attach(model)
+    for model.asked in (True, False, True):
+        model(X.to(BF16))
+    assert len(entered) == 4
+
+
+def test_a_forward_pass_that_breaks_off_has_shown_nothing(slow, monkeypatch):
+    entered = count_modes(monkeypatch)
+    model, _ = half_model(Sdpa)
+    with pytest.raises(RuntimeError):
+        model(X)  # float32
+    model(X.to(BF16))
+    model(X.to(BF16))
+    assert len(entered) == 3
+
+
+def has_forward(model):
+    """Whether somebody stands in `model.forward`."""
+    return isinstance(vars(model).get("forward"), HalfForward)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_who_asks_for_pytorchs_kernels_gets_them(slow, flat):
+    model, _ = half_model(Sdpa, native=True, flat_master=flat)
+    assert not has_forward(model)
+    step = MixedStep(BF16, flat, native=True)
+    step.attach(model := Sdpa())
+    assert not has_forward(model)
+    with Spy() as spy:
+        model(X.to(BF16))
+    assert spy.attention[0] == [BF16]
+
+
+@pytest.mark.parametrize("dtype, limit", [(FULL, math.inf), (BF16, 0)])
+def test_no_forward_is_replaced_where_nothing_is_slow(monkeypatch, dtype, limit):
+    set_limit(monkeypatch, limit)
+    assert not has_forward(half_model(Sdpa, dtype)[0])
+    step = MixedStep(dtype)
+    step.attach(model := Sdpa())
+    assert not has_forward(model)
+
+
+def test_attach_and_detach(slow):
+    step, model = MixedStep(BF16), Sdpa()
+    before = copy.deepcopy(model.state_dict())
+    step.attach(model)
+    step.attach(model)
+    with Spy() as spy:
+        model(X.to(BF16))
+    assert has_forward(model) and spy.attention[0] == [FULL]
+    step.detach()
+    assert "forward" not in vars(model)
+    assert_same(dict(model.state_dict()), dict(before))
+
+
+def test_restore_gives_the_forward_back(slow):
+    model, opt = half_model(Sdpa)
+    assert "forward" not in vars(opt.float_model()) and has_forward(model)
+    opt.restore()
+    assert "forward" not in vars(model)
+
+
+def test_a_model_with_a_forward_of_its_own(slow):
+    model = Sdpa()
+    model.forward = own = partial(Sdpa.forward, model)
+    step = MixedStep(BF16)
+    step.attach(model)
+    with Spy() as spy:
+        model(X.to(BF16))
+    assert spy.attention[0] == [FULL]
+    step.detach()
+    assert model.forward is own
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_do_the_same(slow, make_copy):
+    model, _ = half_model(Sdpa)
+    again = make_copy(model)
+    assert again.forward.model is again
+    with Spy() as spy:
+        out = again(X.to(BF16))
+    assert spy.attention[0] == [FULL]
+    assert_same(out, model(X.to(BF16)))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_no_mode_is_left_entered(slow, error):
+    class Broken(Sdpa):
+        def forward(self, x):
+            super().forward(x)
+            raise error
+
+    model, _ = half_model(Broken)
+    with pytest.raises(error):
+        model(X.to(BF16))
+    with Spy() as spy:
+        run(qkv())
+    assert spy.attention == ([BF16], [BF16])
+
+
+def test_overflow_is_no_matter_of_bfloat16(slow):
+    """The advice for float16 would be wrong here: PyTorch's own message passes."""
+
+    class Filled(Sdpa):
+        def forward(self, x):
+            return super().forward(x.masked_fill(x > 0, -1e300))
+
+    model, _ = half_model(Filled)
+    with pytest.raises(RuntimeError, match="without overflow") as e:
+        model(X.to(BF16))
+    assert "to_bf16" not in str(e.value)
+
+
+@pytest.mark.parametrize("make", [Sdpa, Plain])
+def test_compiled_it_is_one_graph_without_a_mode(slow, make):
+    model, opt = half_model(make)
+    fast = torch.compile(model, backend="eager", fullgraph=True)
+    native = copy.deepcopy(model)
+    native.forward.native = True
+    for _ in range(2):
+        out = fast(X.to(BF16))
+        assert_same(out, native(X.to(BF16)))
+        out.float().sum().backward()
+        opt.step()
+        native = copy.deepcopy(model)
+        native.forward.native = True
+
+
+def test_around_a_compiled_model_there_is_in_mode(slow):
+    plain = Sdpa()
+    step, model = MixedStep(BF16), torch.compile(plain, backend="eager", fullgraph=True)
+    step.attach(model)
+    assert_same(model(X.to(BF16)), plain(X.to(BF16)))
+    step.detach()
+
+
+def test_a_compiled_part_inside(slow):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.body = Sdpa(), torch.compile(Sdpa(), backend="eager")
+
+        def forward(self, x):
+            return self.first(x) + self.body(x)
+
+    model, _ = half_model(Parts)
+    model(X.to(BF16)).float().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_another_device_is_left_alone(slow):
+    model, _ = half_model(Sdpa)
+    assert model.to("meta")(X.to(BF16).to("meta")).device.type == "meta"
+
+
+# What the processor is
+
+
+@pytest.mark.parametrize(
+    "machine, tiles, instructions, limit",
+    [
+        ("x86_64", False, True, 2**23),
+        ("AMD64", False, False, math.inf),
+        ("x86_64", True, True, 0),
+        ("aarch64", False, False, 0),
+    ],
+)
+def test_limits(monkeypatch, machine, tiles, instructions, limit):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: instructions)
+    monkeypatch.setattr(cast, "_slow_attention", cast._slow_attention.__wrapped__)
+    assert slow_attention("cpu", BF16) == slow_attention(torch.device("cpu"), BF16) == limit
+    assert slow_attention("cuda:0", BF16) == slow_attention("cpu", HALF) == 0
