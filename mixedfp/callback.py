@@ -59,7 +59,7 @@ class MixedPrecision(Callback):
         min_scale: float = 1.0,  # of a dynamic scale
         max_scale: float = 2.0**24,  # of a dynamic scale
         max_skips: int = 30,  # in a row, then an error that names the layers
-        native: bool = False,  # float16 with PyTorch's kernels where the CPU has no fp16 arithmetic
+        native: bool = False,  # PyTorch's 16-bit kernels also where a CPU is slow at them
         init_scale: float | None = None,  # fastai's word for `loss_scale`
         enabled: bool = True,  # fastai's switch for scaling
         layer_scales: Mapping[str, float]
@@ -222,6 +222,10 @@ class MixedPrecision(Callback):
         self.mixed.cancel()
 
     # what there is to see
+    def update_paths(self) -> dict[str, int]:
+        "How many parameters went which way in the last step: compiled, in chunks, by the optimizer."
+        return {} if self.mixed.opt is None else self.mixed.opt.update_paths()
+
     @property
     def model_params(self) -> list[list[torch.nn.Parameter]]:
         "The parameters that are trained: two lists a group, weights; norm parameters and biases."

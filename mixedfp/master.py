@@ -312,27 +312,29 @@ class Stretch:
         self.params = [unit.params[i] for i in which]
         self.weights = [unit.weights[i].detach() for i in which]
         self.master, self.part, self.inside = unit.master.detach()[part], part, inside
-        self.memory, self.views, self.own = None, [], None
+        # where gradients were gathered last, views of it, memory that is lent, memory to keep
+        self.memory, self.views, self.lent, self.own = None, [], None, None
 
     def take(
         self,
-        memory: Tensor | None,  # to gather gradients in, where there are several
-    ) -> Tensor:  # a vector, in the gradients' dtype or in that of `memory`
+        lend: Callable[["Stretch", torch.dtype], Tensor],  # memory of its length to gather them in
+    ) -> Tensor:  # a vector, in their dtype, or in the masters' where they have several
         "The gradients in the order of the vector: where they are, if there is only one."
         if self.inside is not None:
             (p,) = self.params
             return _flatten(p.grad.detach(), p)[self.inside]
-        if self.memory is not memory:
-            self.memory = memory
-            self.views = _split(memory[: self.master.numel()], self.weights)
         grads = [p.grad for p in self.params]
+        dtypes = {g.dtype for g in grads}
+        memory = lend(self, dtypes.pop() if len(dtypes) == 1 else self.master.dtype)
+        if self.memory is not memory:
+            self.memory, self.views = memory, _split(memory, self.weights)
         try:
             torch._foreach_copy_(self.views, grads)
         except RuntimeError as e:
             if any(g.is_sparse for g in grads):
                 raise MixedPrecisionError(_SPARSE) from e
             raise
-        return memory[: self.master.numel()]
+        return memory
 
     def out(self) -> Tensor | None:
         "The memory of the model's weights as a vector, None if they do not lie in one piece."

@@ -304,8 +304,7 @@ def record(
 # %% ../nbs/09_onepass.ipynb #70dbeddd
 # Elements: what fits the cache of a CPU with all an optimizer keeps for them; and where a call of
 # a compiled function no longer counts. A GPU has no such cache: there a stretch is the whole unit.
-_CUT, _GATHER, _ALONE, _WHOLE = 2**18, 2**21, 2**20, 2**62
-_KEPT = 2**22  # elements: small gradients are gathered once, and kept from the check to the step
+_CUT, _GATHER, _ALONE, _WHOLE = 2**18, 2**20, 2**18, 2**62
 COMPILE_FROM = 2**22  # elements in a vector: below, compiling would take longer than it saves
 
 
@@ -363,18 +362,20 @@ class OnePass:
             for i, (u, s) in enumerate(zip(units, stand_ins, strict=True))
         ]
         found = None if found_inf is None else found_inf > 0
-        if found is not None:
-            self.undecided = found, state, {u.master: dict(state.get(u.master, {})) for u in units}
+        if found is not None and any(map(_counts, plans)):
+            before = {u.master: dict(state.get(u.master, {})) for u in units}
+            self.undecided = _on_host(found), state, before
         for u, plan in zip(units, plans, strict=True):
             state[u.master] = self._run(u, *plan, inv_scale, found)
         self.gathered = {}
 
     def take_back(self) -> None:
-        "Undo what a step has counted that was none. Sync: a number, of the last step."
+        "Undo what a step has counted that was none. Sync: waits for the end of that step."
         undecided, self.undecided = self.undecided, None
-        if undecided is not None and undecided[0].item():
-            _, state, before = undecided
-            state.update(before)
+        if undecided is not None:
+            is_found, state, before = undecided
+            if is_found():
+                state.update(before)
 
     @torch.no_grad()
     def extremes(
@@ -382,25 +383,30 @@ class OnePass:
         units: list[Unit],  # flat, with gradients
     ) -> Tensor:  # the smallest and the largest of each stretch: finite if all are
         "Look at all gradients without changing any. Sync: none."
-        found, room = [], _KEPT
-        self.gathered = {}
+        found, self.gathered = [], {}
         for u in units:
             has_taken = u.has_taken()
             for s in self.stretches(u):
                 if has_taken:
                     found += torch.aminmax(u.grad[s.part])
                     continue
-                if s.inside is None and s.master.numel() <= room:
-                    room -= s.master.numel()
-                    s.own = torch.empty_like(s.master) if s.own is None else s.own
-                    self.gathered[s] = s.take(s.own)
-                found += torch.aminmax(self._take(u, s))
+                grad = s.take(_own)
+                if s.inside is None:
+                    self.gathered[s] = grad
+                found += torch.aminmax(grad)
         return torch.stack([x.float() for x in found])
 
-    def _take(self, u, s):
-        if s in self.gathered:
-            return self.gathered[s]
-        return s.take(self._memory(u) if s.inside is None else None)
+    def _lend(self, s, dtype):
+        "Memory that all stretches share, one after the other."
+        key, n = (s.master.device, dtype), s.master.numel()
+        if key not in self.memory or len(self.memory[key]) < n:
+            self.memory[key] = torch.empty(n, device=key[0], dtype=dtype)
+        memory = self.memory[key]
+        if len(memory) == n:
+            return memory
+        if s.lent is None or s.lent._base is not memory:
+            s.lent = memory[:n]
+        return s.lent
 
     def _stand_in(self, u, state):
         "A few numbers for the unit's weights, gradient and states: only their types matter."
@@ -433,7 +439,9 @@ class OnePass:
         has_taken = u.has_taken()
         numbers = None if fn is None else _as_vector(update.numbers, u.master)
         for s in self.stretches(u):
-            grad = u.grad[s.part] if has_taken else self._take(u, s)
+            grad = u.grad[s.part] if has_taken else self.gathered.get(s)
+            if grad is None:
+                grad = s.take(self._lend)
             states = [state[k][s.part] for k in update.names[2:]]
             if fn is None:
                 inputs = [s.master, grad, *states]
@@ -469,14 +477,6 @@ class OnePass:
         if self._is_compiled(u):
             return u.stretches(_GATHER, _ALONE, is_cut=False)
         return u.stretches(_CUT, _CUT)
-
-    def _memory(self, u):
-        "Memory to gather the gradients of a stretch in."
-        longest = max(s.part.stop - s.part.start for s in self.stretches(u))
-        key = u.master.device, u.master.dtype
-        if key not in self.memory or len(self.memory[key]) < longest:
-            self.memory[key] = torch.empty(longest, device=key[0], dtype=key[1])
-        return self.memory[key]
 
     def _is_compiled(self, u):
         if self.compiled is not None:
@@ -521,6 +521,35 @@ class OnePass:
         return fn
 
 
+def _own(s, dtype):
+    "Memory of a stretch's own: what is gathered to be looked at is still there for the step."
+    if s.own is None or s.own.dtype != dtype:
+        s.own = torch.empty_like(s.master, dtype=dtype)
+    return s.own
+
+
+def _counts(plan):
+    "Whether a step changes more than vectors that were there: it counts, or makes its state."
+    update, results, state = plan
+    return set(results) != {"p", *state} or not set(results) <= set(update.names)
+
+
+def _on_host(found):
+    "A function that reads a number which is on its way to the host from now on."
+    if found.device.type != "cuda":
+        return found.item
+    host = torch.empty((), dtype=found.dtype, pin_memory=True)
+    host.copy_(found, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read():
+        event.synchronize()  # not the stream, where the next backward pass is running by now
+        return host.item()
+
+    return read
+
+
 def _is_like(value, u):
     return isinstance(value, Tensor) and value.shape == u.master.shape
 
@@ -538,4 +567,7 @@ def _as_vector(numbers, like):
     if any(isinstance(x, Tensor) for x in numbers):
         numbers = [torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in numbers]
         return torch.stack([x.reshape(()) for x in numbers])
-    return torch.tensor(numbers, dtype=like.dtype, device=like.device)
+    vector = torch.tensor(numbers, dtype=like.dtype)
+    if like.device.type == "cuda":  # from pinned memory nobody waits for the copy
+        return vector.pin_memory().to(like.device, non_blocking=True)
+    return vector.to(like.device)

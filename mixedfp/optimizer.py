@@ -187,7 +187,7 @@ class MasterOptimizer(Optimizer):
         flat_master: bool = False,  # vectors of masters instead of one a parameter
         *,
         model: nn.Module | None = None,  # its `state_dict` then reads and writes the masters
-        stream: bool = False,  # flat: put gradients into the vector while the backward pass runs
+        stream: bool = True,  # flat: put gradients into the vector while the backward pass runs
         compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
     ):
         _check_fresh(optimizer)
@@ -210,6 +210,8 @@ class MasterOptimizer(Optimizer):
         self._on = OptimizerOnMasters(
             self.optimizer, self.masters, every=True, compiled=self.compiled
         )
+        # now, not in the first step: its gradients find their vectors, and nothing is held twice
+        self.masters.lay_out([group["params"] for group in self.optimizer.param_groups], self._on)
         self._taker = GradTaker(self.masters, self.stream)
         self._taker.listen(self._params())
         self._is_busy, self._seen = False, (None, [])
@@ -246,6 +248,10 @@ class MasterOptimizer(Optimizer):
         known = inspect.signature(self.optimizer.step).parameters
         fused = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         return fused and "grad_scaler" not in known  # that is how it was done before
+
+    def update_paths(self) -> dict[str, int]:
+        "How many parameters went which way in the last step: compiled, in chunks, by the optimizer."
+        return self._on.update_paths()
 
     def nonfinite_names(self) -> list[str]:
         "The names of the parameters whose gradients hold inf or nan. Sync: a number each."
@@ -487,7 +493,7 @@ def with_masters(
     *optimizers: Optimizer,  # over its parameters; several where each trains a part
     dtype: torch.dtype = torch.float16,  # of the model, except what stays in 32 bits
     flat_master: bool = False,  # vectors of masters instead of one a parameter
-    stream: bool = False,  # flat: put gradients into the vector while the backward pass runs
+    stream: bool = True,  # flat: put gradients into the vector while the backward pass runs
     compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
     native: bool = False,  # PyTorch's 16-bit kernels also where a CPU is slow at them
 ) -> tuple:  # the model, and a `MasterOptimizer` for each of `optimizers`

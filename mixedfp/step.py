@@ -276,7 +276,8 @@ class OptimizerOnMasters:
     def note_weights(self) -> None:
         "Remember the model's weights as those that the masters belong to."
         params = [p for ps in _get_lists(_core(self.opt)) for p in ps]
-        self._noted = {p: (p._version, p.data_ptr()) for p in params}
+        for p in params:
+            self._noted.setdefault(p, (p._version, p.data_ptr()))
 
     def _hold(self, params):
         if len(params) != len(self._seen) or any(map(is_not, params, self._seen)):
@@ -370,9 +371,10 @@ class OptimizerOnMasters:
         hooks = [h for h in core._optimizer_step_pre_hooks.values() if not hasattr(h, "is_guard")]
         hooks += core._optimizer_step_post_hooks
         hooks += [*_global_pre_hooks, *_global_post_hooks]
-        on_device = any(
-            group.get("capturable") or group.get("differentiable") for group in core.param_groups
-        )
+        special = "capturable", "differentiable"
+        if next(iter(self.masters.master)).device.type != "cpu":
+            special += ("fused",)  # a pass of its own, that leaves its step counts on the device
+        on_device = any(group.get(k) for group in core.param_groups for k in special)
         return not (hooks or on_device or "found_inf" in vars(core))
 
     def step(
@@ -534,6 +536,13 @@ class OptimizerOnMasters:
             g.mul_(scale)  # the masters' gradients are the same memory
         self.unscaled = False
 
+    def update_paths(self) -> dict[str, int]:
+        "How many parameters went which way in the last step: compiled, in chunks, by the optimizer."
+        paths, found = self.one_pass.paths if self.one_pass is not None else {}, Counter()
+        for u in self.units or []:
+            found[paths.get(u.master, "by the optimizer")] += u.master.numel()
+        return dict(found)
+
     def nonfinite_names(self) -> list[str]:
         "The model's names for the parameters whose gradients hold inf or nan. Sync: a number each."
         names = {p: name for name, p in self.masters.model.named_parameters()}
@@ -617,7 +626,7 @@ def used_once(
     n_uses, seen, todo = Counter(), set(), [loss.grad_fn]
     while todo:
         for node, _ in getattr(todo.pop(), "next_functions", ()):
-            if hasattr(node, "variable"):
+            if type(node).__name__ == "AccumulateGrad":
                 n_uses[node.variable] += 1
             elif node not in seen:
                 seen.add(node)

@@ -5,11 +5,16 @@ from functools import partial
 
 import pytest
 import torch
+from fastai.callback.core import Callback
+from fastai.callback.progress import CSVLogger
+from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import SGD, Adam, OptimWrapper, QHAdam, RAdam, RMSProp
+from tiny import Do, make_learner, plain
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixedfp import onepass, step
+from mixedfp.formats import MixedPrecisionError
 from mixedfp.onepass import NotElementwise, OnePass, record
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
@@ -143,6 +148,100 @@ def test_skipped_steps_change_nothing(name, small_is_large):
     assert_same(then["opt"], once["opt"])
     params = [k for k in once["model"] if k.endswith(("weight", "bias"))]
     assert_same([then["model"][k] for k in params], [once["model"][k] for k in params])
+
+
+@pytest.mark.parametrize(
+    "name", ["fastai SGD", "fastai Adam", "AdamW", "Adam, amsgrad", "wrapped AdamW"]
+)
+def test_the_device_alone_decides_on_a_skip(name, small_is_large):
+    """Nobody reads whether gradients are finite: the same bits, in the first step, too."""
+
+    def run(on_device):
+        mixed = mixed_step(torch.float16)
+        mixed.on_device = on_device
+        mixed.scaler = LossScaler(init_scale=4.0)
+        return mixed, train(mixed, OPTIMIZERS[name], 8, losses={0, 3, 4})
+
+    one, other = run(True), run(False)
+    assert_same(ends(*one[1]), ends(*other[1]))
+    assert one[0].scaler.skipped == other[0].scaler.skipped == [0, 3, 4]
+    assert one[0].scaler.scales == other[0].scaler.scales
+
+
+def test_hopeless_runs_end_where_only_the_device_knows(small_is_large):
+    """The error comes when the record is read, after as many steps as may be skipped."""
+    mixed = mixed_step(torch.float16)
+    mixed.on_device = True
+    mixed.scaler = LossScaler(init_scale=4.0, max_skips=3)
+    with pytest.raises(MixedPrecisionError, match="3 steps in a row"):
+        train(mixed, OPTIMIZERS["AdamW"], 8, losses=set(range(8)))
+
+
+def test_a_sum_of_gradients_is_taken_in_32_bits(small_is_large):
+    """A layer used twice: its gradient does not wait in 16 bits, one used once does."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 2)
+
+        def forward(self, x):
+            return self.b(self.a(self.a(x)))
+
+    dtypes = []
+
+    def look(i, model, opt):
+        dtypes.append([p.grad.dtype for p in model.parameters()])
+
+    one = train(mixed_step(torch.bfloat16), OPTIMIZERS["SGD"], 3, look, model=Twice())
+    assert dtypes[-1] == 2 * [torch.float32] + 2 * [torch.bfloat16]
+    other = train(mixed_step(torch.bfloat16, direct=False), OPTIMIZERS["SGD"], 3, model=Twice())
+    assert_same(ends(*one), ends(*other))
+
+
+def test_used_once():
+    """A parameter counts as often as operations use it, one in a checkpoint not at all."""
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    assert step.used_once((a * b).sum()) == {a, b}
+    assert step.used_once((a * b * b).sum()) == {a}
+    hidden = torch.utils.checkpoint.checkpoint(lambda x: x * c, a * 1, use_reentrant=True)
+    assert step.used_once(hidden.sum()) == {a}
+    assert step.used_once(torch.ones(())) == set()
+
+
+@pytest.mark.parametrize(
+    "cb, direct",
+    [
+        (None, True),
+        (CSVLogger, True),
+        (partial(GradientClip, 0.1), False),
+        (partial(GradientAccumulation, 32), False),
+        (partial(Callback, after_backward=lambda cb: None), False),
+        (partial(Do, "before_step", lambda learn: None), False),
+    ],
+)
+def test_gradients_wait_only_where_no_callback_may_look(cb, direct, small_is_large, tmp_path):
+    """With a callback on the way they are 32-bit and unscaled in `before_step`, as ever."""
+    learn = make_learner()
+    learn.path = tmp_path
+    learn.to_fp16(flat_master=True)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, 0.01, cbs=[] if cb is None else [cb()])
+    assert learn.mp_cb.mixed.direct == direct
+    assert learn.mp_cb.mixed.opt.one_pass.paths
+
+
+def test_a_learner_fits_to_the_same_bits_watched_or_not(small_is_large):
+    """A callback that only looks changes nothing but when gradients are unscaled."""
+    found = []
+    for cbs in ([], [Do("before_step", lambda learn: None)]):
+        for precision in ("to_fp16", "to_bf16"):
+            learn = getattr(make_learner(), precision)(flat_master=True)
+            with learn.no_bar(), learn.no_logging():
+                learn.fit_one_cycle(2, 0.01, cbs=cbs)
+            found.append([learn.model.state_dict(), learn.opt.state_dict()["state"]])
+    assert_same(plain(found[:2]), plain(found[2:]))
 
 
 def test_gradients_wait_in_16_bits_and_become_true_for_who_asks(small_is_large):
@@ -369,9 +468,10 @@ class Bag(nn.Module):
         self.values = nn.ParameterList([nn.Parameter(torch.ones(8, 8)) for _ in range(n)])
 
 
-def count_a_step(n, dtype, make):
+def count_a_step(n, dtype, make, on_device=None):
     """Count what happens after the backward pass over `n` matrices."""
     mixed, model = mixed_step(dtype), Bag(n)
+    mixed.on_device = on_device
     mixed.scaler = LossScaler(init_scale=4.0, enabled=dtype == torch.float16)
     mixed.attach(model)
     opt = mixed.hold(make(list(model.parameters())))
@@ -398,10 +498,18 @@ def test_the_number_of_calls_is_that_of_groups_not_of_tensors(name, dtype, monke
 
 @pytest.mark.parametrize("name", ["fastai SGD", "fastai Adam", "SGD", "AdamW"])
 def test_nothing_is_read_back(name, monkeypatch):
-    """In bfloat16 no number comes to Python; in float16 whether to skip, and the scale's mirror."""
+    """No number of this step comes to Python, if the device is left to decide on a skip.
+
+    Adam counts steps on the host: there the decision on the last step is read, one step late.
+    """
     monkeypatch.setattr(step, "LARGE", 1)
-    counter = count_a_step(20, torch.bfloat16, OPTIMIZERS[name])
-    assert counter.reads == (1 if name == "AdamW" else 0)  # its step count, on the host
+    own = 1 if name == "AdamW" else 0  # its step count, on the host
+    late = 1 if "Adam" in name else 0
+    assert count_a_step(20, torch.bfloat16, OPTIMIZERS[name]).reads == own
+    counter = count_a_step(20, torch.float16, OPTIMIZERS[name], on_device=True)
+    assert counter.reads == own + late
+    counter = count_a_step(20, torch.float16, OPTIMIZERS[name], on_device=False)
+    assert counter.reads == own + 3  # whether to skip; twice the scale's copy on the host
 
 
 def test_the_counter_counts():
