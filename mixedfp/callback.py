@@ -223,7 +223,7 @@ class MixedPrecision(Callback):
 
     # what there is to see
     def update_paths(self) -> dict[str, int]:
-        "How many parameters went which way in the last step: compiled, in chunks, by the optimizer."
+        "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
         return {} if self.mixed.opt is None else self.mixed.opt.update_paths()
 
     @property

@@ -250,7 +250,7 @@ class MasterOptimizer(Optimizer):
         return fused and "grad_scaler" not in known  # that is how it was done before
 
     def update_paths(self) -> dict[str, int]:
-        "How many parameters went which way in the last step: compiled, in chunks, by the optimizer."
+        "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
         return self._on.update_paths()
 
     def nonfinite_names(self) -> list[str]:

@@ -537,7 +537,7 @@ class OptimizerOnMasters:
         self.unscaled = False
 
     def update_paths(self) -> dict[str, int]:
-        "How many parameters went which way in the last step: compiled, in chunks, by the optimizer."
+        "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
         paths, found = self.one_pass.paths if self.one_pass is not None else {}, Counter()
         for u in self.units or []:
             found[paths.get(u.master, "by the optimizer")] += u.master.numel()
@@ -622,7 +622,7 @@ def _check_shapes(core):
 def used_once(
     loss: Tensor,  # with its graph
 ) -> set[Parameter]:  # that the backward pass adds a single gradient to
-    "Find the parameters that one operation alone has used; those in hidden graphs are none of them."
+    "Find the parameters that one operation alone has used; none of those in hidden graphs."
     n_uses, seen, todo = Counter(), set(), [loss.grad_fn]
     while todo:
         for node, _ in getattr(todo.pop(), "next_functions", ()):

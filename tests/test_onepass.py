@@ -1,6 +1,7 @@
 """The step in one pass over memory: the optimizer's own bits, in a fixed number of calls."""
 
 import copy
+import shutil
 from functools import partial
 
 import pytest
@@ -22,6 +23,9 @@ from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
 optim = torch.optim
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
+)
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = HALVES | {"fp32": torch.float32}
 
@@ -537,6 +541,7 @@ def test_the_counter_counts():
 # compiled
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["fastai Adam", "AdamW", "fastai SGD"])
 def test_the_compiled_pass_is_within_ulps(name, dtype, monkeypatch):
@@ -564,6 +569,7 @@ def _set_lr(opt, lr):
         group["lr"] = lr
 
 
+@needs_compiler
 def test_moving_rates_compile_nothing_anew(monkeypatch):
     """A schedule over twenty steps: the graphs that there were after the third."""
     from torch._dynamo.utils import counters
@@ -609,6 +615,7 @@ def test_small_models_are_not_compiled():
     assert not any(one_pass._is_compiled(u) for u in opt.units)
 
 
+@needs_compiler
 def test_autograd_notices_a_step_in_between(monkeypatch):
     """A second backward pass through weights that were stepped raises, compiled or not."""
     monkeypatch.setattr(step, "LARGE", 1)
