@@ -8,7 +8,7 @@ cleared. All ways take turns in one run, on parameters of the same shapes and on
 each time is a median. `share` is that of the limit: the fewest bytes that a step can move (SGD with
 momentum 20 a parameter, Adam 28; 2 more where a check has to come before the update) over the
 bandwidth that a copy of a large array reaches in the same run. `calls` are operations that PyTorch
-is asked for, `reads` are numbers that Python asks a device for, which it waits for on a GPU;
+is asked for, `reads` are numbers that Python asks the device for (on CUDA: waits for the device);
 `bytes` is what is held a parameter beside the model's weights and gradients. `first` is the slowest
 of three steps before the others: a compiled way compiles then.
 
@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
@@ -289,18 +290,34 @@ def n_bytes(tensors: list[Tensor]) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-def count_calls(step: Callable[[], None]) -> dict[str, int]:
-    """Count the operations that `step` asks PyTorch for, and the numbers it reads from a device."""
+def count_calls(step: Callable[[], None], again: Callable[[], None]) -> dict[str, int]:
+    """Count what a step asks PyTorch for, and how often it waits for a number from a device.
+
+    `again` prepares a second step: on CUDA that one is run with PyTorch's warnings of waits.
+    """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
     events = [e for e in profiler.events() if e.name.startswith("aten::")]
     asked = [
         e for e in events if e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::")
     ]
-    return {
-        "calls": len(asked),
-        "reads": sum(e.name == "aten::_local_scalar_dense" for e in events),
-    }
+    reads = sum(e.name == "aten::_local_scalar_dense" for e in events)
+    if DEVICE == "cuda":
+        again()
+        reads = count_waits(step)
+    return {"calls": len(asked), "reads": reads}
+
+
+def count_waits(step: Callable[[], None]) -> int:
+    """Count PyTorch's warnings that the host waits for a CUDA device."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in seen)
 
 
 def sync() -> None:
@@ -368,7 +385,7 @@ class Run:
     def count(self, grads: list[Tensor]) -> dict:
         """Count a step's operations and reads."""
         self.backward(grads)
-        return count_calls(self.way.step)
+        return count_calls(self.way.step, lambda: self.backward(grads))
 
 
 def limit_bytes(opt: str, dtype: torch.dtype) -> int:

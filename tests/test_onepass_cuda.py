@@ -1,0 +1,86 @@
+"""The step in one pass over memory on a GPU: the same laws, and nobody waits."""
+
+import pytest
+import torch
+from test_onepass import OPTIMIZERS, net
+from torch import nn
+
+from mixedfp import step
+from mixedfp.scaler import LossScaler
+from mixedfp.step import MixedStep
+from mixedfp.testing import assert_same
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+NAMES = ["fastai SGD", "fastai Adam", "SGD", "AdamW"]
+
+
+def train(name, flat, compiled=False, n_steps=5, watch=None, on_device=None):
+    """Train in float16 on the GPU; `watch` is called in the middle of it, then at its end."""
+    model = net().cuda()
+    mixed = MixedStep(
+        torch.float16, flat, LossScaler("cuda", init_scale=2.0**18), compiled=compiled
+    )
+    mixed.direct, mixed.on_device = flat, on_device
+    mixed.attach(model)
+    opt = mixed.hold(OPTIMIZERS[name](list(model.parameters())))
+    rng = torch.Generator().manual_seed(1)
+    for i in range(n_steps):
+        x = torch.randn(16, 12, generator=rng).cuda()
+        y = torch.randint(0, 2, (16,), generator=rng).cuda()
+        loss = nn.functional.cross_entropy(mixed.uncast(model(mixed.cast(x, training=True))), y)
+        mixed.scale(64 * loss).backward()  # too much for the first scales
+        if watch is not None and i == n_steps - 1:
+            watch("error")
+        if mixed.unscale():
+            mixed.step()
+        else:
+            mixed.skip()
+        mixed.update()
+        opt.zero_grad()
+        if watch is not None:
+            watch("default")
+    return model, opt, mixed
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_vectors_have_the_bits_of_masters_for_each_parameter(name, on_device, monkeypatch):
+    """Whoever decides on a skip; the first steps overflow."""
+    monkeypatch.setattr(step, "LARGE", 1)
+    one, other = train(name, True, on_device=on_device), train(name, False)
+    assert one[1].update_paths().keys() == {"in chunks"}
+    assert one[2].scaler.skipped == other[2].scaler.skipped != []
+    assert_same(dict(one[0].state_dict()), dict(other[0].state_dict()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_waits_for_the_device(name, compiled, monkeypatch):
+    """PyTorch raises at any wait while the fifth step is asked for."""
+    monkeypatch.setattr(step, "LARGE", 1)
+    try:
+        train(name, True, compiled, watch=torch.cuda.set_sync_debug_mode)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_watch_sees_a_wait():
+    """A control: reading a number raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones((), device="cuda").item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_compiled_pass_stays_near(name, monkeypatch):
+    """Within 8 ulps of the largest weight after five steps."""
+    monkeypatch.setattr(step, "LARGE", 1)
+    one, other = train(name, True, compiled=True), train(name, True)
+    assert one[1].update_paths().keys() == {"compiled"}
+    for k, w in other[0].state_dict().items():
+        if w.is_floating_point():
+            bound = 8 * torch.finfo(torch.float32).eps * float(w.abs().max())
+            torch.testing.assert_close(one[0].state_dict()[k], w, rtol=0, atol=max(bound, 1e-12))
