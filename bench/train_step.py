@@ -435,6 +435,8 @@ def peak_memory(args: argparse.Namespace, model: str, way: str) -> int | None:  
     run, batch = make_run(TINY, WAYS[way], args)
     seconds(run, batch, 2, args)
     del run, batch
+    some = torch.ones(64, device=args.device)
+    torch.compile(torch.mul)(some, some)  # the compiler itself, some 110 MB, is taken once
     gc.collect()
     with PeakMemory(args.device) as peak:
         run, batch = make_run(get_task(args, model), WAYS[way], args)

@@ -200,8 +200,7 @@ class Unit:
 
     def take_grads(self) -> None:
         "Make the parameters' gradients, in float32, the master's: the same memory, seen by both."
-        self._take_replaced()
-        grads = [p.grad for p in self.params]
+        grads = self._take_replaced([p.grad for p in self.params])
         if grads[0] is None:  # then none of them has one
             self.master.grad = None
         elif not self.is_flat:
@@ -210,23 +209,25 @@ class Unit:
             if any(map(is_not, grads, self.grads)):
                 if any(g.is_sparse for g in grads):
                     raise MixedPrecisionError(_SPARSE)
-                torch._foreach_copy_(self.grads, [g.detach() for g in grads])
+                with torch.no_grad():  # of a backward pass with create_graph=True, too
+                    torch._foreach_copy_(self.grads, grads)
                 for p, g in zip(self.params, self.grads, strict=True):
                     p.grad = g
             self.master.grad = self.grad
         self.shown = self.master.grad
 
-    def _take_replaced(self):
+    def _take_replaced(self, grads):
         "Take over what somebody has put into `master.grad`, if the parameters' are as shown."
-        now, grads = self.master.grad, [p.grad for p in self.params]
+        now = self.master.grad
         shown = self.grads if self.is_flat else [self.shown]
         if self.shown is None or now is self.shown or any(map(is_not, grads, shown)):
-            return
+            return grads
         if self.is_flat and now is not None:
             self.grad.copy_(now)
-            return
+            return grads
         for p in self.params:
             p.grad = now
+        return [now for _ in grads]
 
     def _widen(self, p):
         if p is not self.master and p.grad.dtype != self.master.dtype:
