@@ -534,6 +534,7 @@ class OptimizerOnMasters:
         "Scale the gradients by hand: what is to be added to them, or has been, is scaled as well."
         if self.waiting:
             self.take_grads()
+        self.let_stay(None)  # in 16 bits some would be rounded to zero
         lists = self._lists or _get_lists(_core(self.opt))
         for g in [p.grad for ps in lists for p in ps if p.grad is not None]:
             g.mul_(scale)  # the masters' gradients are the same memory

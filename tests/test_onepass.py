@@ -390,6 +390,39 @@ def test_hooks_see_all_masters(small_is_large):
     assert not opt.one_pass.paths
 
 
+def test_a_step_of_ones_own_is_called(small_is_large):
+    """Who puts a function into `opt.step` is asked for every step, with whole vectors."""
+    seen = []
+
+    def make(params):
+        opt = SGD(params, lr=0.1)
+        own = opt.step
+        opt.step = lambda: (
+            seen.append(sum(p.numel() for ps in opt.param_lists for p in ps)),
+            own(),
+        )
+        return opt
+
+    model, opt = train(mixed_step(torch.bfloat16), make, 3)
+    assert seen == 3 * [sum(p.numel() for p in model.parameters())]
+    assert not opt.one_pass.paths
+
+
+def test_a_model_given_back_in_between_has_32_bit_gradients(small_is_large):
+    """Those that were to wait for a step in 16 bits, and still scaled: unscaled by then."""
+    mixed, model = mixed_step(torch.float16), net()
+    mixed.scaler = LossScaler(init_scale=1024.0)
+    mixed.attach(model)
+    opt = mixed.hold(OPTIMIZERS["SGD"](list(model.parameters())))
+    mixed.scale(mixed.uncast(model(mixed.cast(torch.randn(16, 12)))).square().mean()).backward()
+    waiting = {k: p.grad.clone().float() for k, p in model.named_parameters()}
+    assert {p.grad.dtype for p in opt.param_groups[0]["params"]} > {torch.float16}
+    mixed.detach()
+    for k, p in model.named_parameters():
+        assert p.grad.dtype == p.dtype == torch.float32
+        assert_same(p.grad, waiting[k] / 1024)
+
+
 def test_small_vectors_are_stepped_beside_large_ones(monkeypatch):
     """Weights in one pass, norms and biases by the optimizer itself: the same bits as all alike."""
     monkeypatch.setattr(step, "LARGE", 1000)
