@@ -68,7 +68,8 @@ def rows() -> Iterator[str]:
     """Yield the lines: what holds for every callback first, then callback by callback."""
     names = {callback for callback, _ in found}
     alike = defaultdict(set)
-    for (callback, law), ends in found.items():
+    # in the order of the tests: reports come in any order where several processes run them
+    for (callback, law), ends in sorted(found.items(), key=lambda kv: (min(kv[1]), kv[0])):
         alike[law, result(ends)].add(callback)
     for (law, end), callbacks in alike.items():
         if callbacks == names:
