@@ -22,9 +22,8 @@ from .step import MixedStep
 
 # %% ../nbs/10_callback.ipynb #4d08b21a
 # events in which there are gradients, and methods of a Learner that have to do with them
-_WITH_GRADS = (
-    "after_backward before_step after_step after_cancel_backward after_cancel_step".split()
-)
+_WITH_GRADS = """before_backward after_backward after_cancel_backward before_step after_step
+after_cancel_step""".split()
 _OF_A_STEP = frozenset("_backward _step _do_grad_opt _do_one_batch one_batch".split())
 
 

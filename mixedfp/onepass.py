@@ -152,7 +152,7 @@ def _pattern(arg, func):
     if isinstance(arg, list | tuple):
         return tuple(_pattern(a, func) for a in arg)
     if _moves(arg) and _verb(func) in _AS_TEXT:
-        return ("number", _verb(func) == "lerp" and float(arg) < 0.5)
+        return "number"
     return (type(arg), arg) if not isinstance(arg, Tensor) else id(arg)
 
 
@@ -262,7 +262,8 @@ class Recorder(TorchDispatchMode):
     def _write(self, func, owners, args, kwargs, outs):
         if not owners:
             return
-        if len(owners) > 1 or not _is_elementwise(func) or any(map(_is_vector, _leaves(args))):
+        foreign = any(map(_is_vector, _leaves([args, list(kwargs.values())])))
+        if len(owners) > 1 or foreign or not _is_elementwise(func):
             raise NotElementwise(f"{func} is not element-wise")
         (i,) = owners
         slots = [self.slot(out) for out in outs]
@@ -347,6 +348,7 @@ class OnePass:
         What a state holds beside vectors is stepped in any case: `take_back` undoes it.
         Raises: NotElementwise, before any change. Sync: none.
         """
+        self.paths = {}  # those of before would keep vectors in memory that are no more
         units = [u for group in groups for u in group]
         stand_ins = [self._stand_in(u, state.get(u.master, {})) for u in units]
         small = {id(u): s for u, s in zip(units, stand_ins, strict=True)}
@@ -394,7 +396,8 @@ class OnePass:
                 if s.inside is None:
                     self.gathered[s] = grad
                 found += torch.aminmax(grad)
-        return torch.stack([x.float() for x in found])
+        dtype = max((u.master.dtype for u in units), key=lambda dtype: dtype.itemsize)
+        return torch.stack([x.to(dtype) for x in found])
 
     def _lend(self, s, dtype):
         "Memory that all stretches share, one after the other."
@@ -410,6 +413,7 @@ class OnePass:
 
     def _stand_in(self, u, state):
         "A few numbers for the unit's weights, gradient and states: only their types matter."
+        _check_names(state)
         likes = {k: v.dtype for k, v in state.items() if _is_like(v, u)}
         if u.stand_in is None or list(likes) != list(u.stand_in)[2:]:
             p = torch.nn.Parameter(torch.ones(3, dtype=u.master.dtype))
@@ -420,12 +424,15 @@ class OnePass:
 
     def _plan(self, u, recorder, i, new, old):
         "The update, what its results are, and the state as it will be."
+        _check_names(new)
         update = recorder.updates[i]
         results = {"p": recorder.slot(self._stand_in(u, old)["p"])}
         state = {}
         for k, v in new.items():
             slot = recorder.slot(v)
             if slot is None:
+                if _is_vector(v):
+                    raise NotElementwise(f"nobody has seen where its state {k!r} comes from")
                 state[k] = v
                 continue
             results[k] = slot
@@ -490,15 +497,13 @@ class OnePass:
         if not set(results) <= set(update.names):  # it makes a state: a first step
             return None
         key = update.pattern, tuple(results.items()), u.master.dtype, u.master.device.type
-        if key not in self.functions:
+        if key not in self.functions and len(self.functions) < 8:
             start = time.perf_counter()
             self.functions[key] = self._make(u, update, results, state)
             self.compile_seconds += time.perf_counter() - start
-        return self.functions[key]
+        return self.functions.get(key)  # a ninth: numbers move in ways that `source` does not know
 
     def _make(self, u, update, results, state):
-        if len(self.functions) >= 8:  # its numbers move in ways that `source` does not know
-            return None
         try:
             names = {"torch": torch}
             exec(update.source(results), names)
@@ -519,6 +524,15 @@ class OnePass:
             )
             return None
         return fn
+
+
+def _check_names(state):
+    "Refuse states whose names are those that weights and gradient have in an `Update`."
+    for name in ("p", "grad"):
+        if name in state:
+            raise NotElementwise(
+                f"its state has the name {name!r}, which stands for something else"
+            )
 
 
 def _own(s, dtype):

@@ -158,7 +158,7 @@ def _kind(value, p):
 
 
 # Elements: a vector of so many is stepped in one pass over memory. A smaller one stays in the cache
-# from one operation of its optimizer to the next, and needs none.
+# from one operation of its optimizer to the next, and needs none; a GPU has no such cache.
 LARGE = 2**21
 
 
@@ -334,6 +334,8 @@ class OptimizerOnMasters:
         if self.is_cleared:
             self._fill()
         waited, left, self.waiting = self.waiting, self.left, []
+        if self.one_pass is not None:
+            self.one_pass.gathered = {}
         if direct and self._may_pass():
             self.waiting = self._large_units()
         for u in self._without(self.waiting):
@@ -514,9 +516,10 @@ class OptimizerOnMasters:
             self._stay_for = self.units
             self._stay = [p for p in self._in_large_vectors() if p in once]
             self.masters.leave_half(self._stay)
-        for p in self._stay:  # what is there is added to
-            if p.grad is not None and p.grad.itemsize == 2:
-                p.grad = p.grad.float()
+        if any(map(is_not, map(_get_grad, self._stay), repeat(None))):  # they are added to
+            for p in self._stay:
+                if p.grad is not None and p.grad.itemsize == 2:
+                    p.grad = p.grad.float()
 
     def _in_large_vectors(self):
         if self.units is not None:
@@ -525,7 +528,7 @@ class OptimizerOnMasters:
             return []
         params, vectors = self.masters.layouts.get(self, ([], []))
         pairs = zip(params, vectors, strict=True)  # no gradient yet, so no units
-        return [p for ps, vs in pairs if len(vs) == 1 and vs[0].numel() >= LARGE for p in ps]
+        return [p for ps, vs in pairs if len(vs) == 1 and _is_large_vector(vs[0]) for p in ps]
 
     def rescale(
         self,
@@ -639,7 +642,11 @@ def used_once(
 
 
 def _is_large(u):
-    return u.is_flat and u.master.numel() >= LARGE
+    return u.is_flat and _is_large_vector(u.master)
+
+
+def _is_large_vector(t):
+    return t.numel() >= LARGE or t.device.type != "cpu"
 
 
 _get_version, _get_grad = attrgetter("_version"), attrgetter("grad")

@@ -1,7 +1,9 @@
 """The step in one pass over memory: the optimizer's own bits, in a fixed number of calls."""
 
 import copy
+import gc
 import shutil
+import weakref
 from functools import partial
 
 import pytest
@@ -364,6 +366,52 @@ def test_an_update_that_looks_at_the_whole_is_refused_before_anything_changes():
     p.grad = torch.ones(3)
     with pytest.raises(NotElementwise, match="norm"):
         record(Normed([p]).step, [{"p": p, "grad": p.grad}])
+
+
+class Keeping(optim.SGD):
+    """Keeps the last gradient in a state of that name."""
+
+    @torch.no_grad()
+    def step(self):
+        """Move by the mean of two gradients."""
+        for p in self.param_groups[0]["params"]:
+            last = self.state[p].setdefault("grad", torch.zeros_like(p))
+            p.sub_(0.05 * (p.grad + last))
+            last.copy_(p.grad)
+
+
+def test_states_of_any_name_are_stepped_to_the_same_bits(small_is_large):
+    """A state that is called as the gradient is in an update: the optimizer steps it itself."""
+    make = partial(Keeping, lr=0.1)
+    one = train(mixed_step(torch.bfloat16), make)
+    assert_same(ends(*one), ends(*train(MixedStep(torch.bfloat16), make)))
+
+
+def test_vectors_that_are_no_more_are_let_go(small_is_large):
+    """Of a layout that was given up nothing stays in memory."""
+    mixed = mixed_step(torch.bfloat16)
+    model, opt = train(mixed, OPTIMIZERS["SGD"])
+    old = weakref.ref(mixed.masters.master_params[0][0])
+    model[0].requires_grad_(False)
+    for p in model[0].parameters():
+        p.grad = None
+    mixed.hold(opt)
+    mixed.scale(mixed.uncast(model(mixed.cast(torch.randn(16, 12)))).square().mean()).backward()
+    mixed.unscale()
+    mixed.step()
+    gc.collect()
+    assert old() is None
+
+
+def test_what_was_gathered_for_a_skipped_step_is_not_used_again(small_is_large):
+    """A backward pass on a loss of one's own, unscaled, after an overflow."""
+    mixed = mixed_step(torch.float16)
+    mixed.scaler = LossScaler(init_scale=4.0)
+    model, _ = train(mixed, OPTIMIZERS["SGD"], 2, losses={1})
+    mixed.uncast(model(mixed.cast(torch.ones(16, 12)))).square().mean().backward()
+    assert mixed.unscale()
+    mixed.step()
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_a_refused_optimizer_steps_its_vectors_itself(small_is_large):
