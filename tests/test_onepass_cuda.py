@@ -5,7 +5,6 @@ import torch
 from test_onepass import OPTIMIZERS, assert_within_ulps, given_gradients, net
 from torch import nn
 
-from mixedfp import step
 from mixedfp.scaler import LossScaler
 from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
@@ -44,9 +43,8 @@ def train(name, flat, compiled=False, n_steps=12, watch=None, on_device=None):
 
 @pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_vectors_have_the_bits_of_masters_for_each_parameter(name, on_device, monkeypatch):
+def test_vectors_have_the_bits_of_masters_for_each_parameter(name, on_device):
     """Whoever decides on a skip; the first steps overflow."""
-    monkeypatch.setattr(step, "LARGE", 1)
     one, other = train(name, True, on_device=on_device), train(name, False)
     assert one[1].update_paths().keys() == {"in chunks"}
     assert one[2].scaler.skipped == other[2].scaler.skipped != []
@@ -55,9 +53,8 @@ def test_vectors_have_the_bits_of_masters_for_each_parameter(name, on_device, mo
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_nobody_waits_for_the_device(name, compiled, monkeypatch):
+def test_nobody_waits_for_the_device(name, compiled):
     """PyTorch raises at any wait while the last step is asked for."""
-    monkeypatch.setattr(step, "LARGE", 1)
     try:
         train(name, True, compiled, watch=torch.cuda.set_sync_debug_mode)
     finally:
@@ -75,9 +72,8 @@ def test_the_watch_sees_a_wait():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_compiled_pass_is_within_ulps(name, monkeypatch):
+def test_the_compiled_pass_is_within_ulps(name):
     """On the same gradients: an ulp of the largest weight for each step."""
-    monkeypatch.setattr(step, "LARGE", 1)
     runs = []
     for compiled in (True, False):
         mixed = MixedStep(torch.bfloat16, True, compiled=compiled)
