@@ -181,6 +181,23 @@ def widen_grad(
     p.grad = g.to(dtype)
 
 # %% ../nbs/03_master.ipynb #785b1580
+_SPARSE = (
+    "a sparse gradient cannot go into a flat vector: use flat_master=False, "
+    "or nn.Embedding(sparse=False)"
+)
+
+
+@torch.no_grad()  # of a backward pass with create_graph=True, too
+def _gather(grads, views):
+    "Copy gradients into views of a vector."
+    try:
+        torch._foreach_copy_(views, grads)
+    except RuntimeError as e:
+        if any(g.is_sparse for g in grads):
+            raise MixedPrecisionError(_SPARSE) from e
+        raise
+
+
 class Unit:
     "What an optimizer steps as one tensor: a master, and the model parameters it is the master of."
 
@@ -198,23 +215,27 @@ class Unit:
         self.shown = None  # the gradient that the master was seen with
         self.stand_in, self._stretches = None, {}
 
-    def take_grads(self) -> None:
+    def take_grads(
+        self,
+        grads: list[Tensor | None] | None = None,  # of the parameters, if they were just looked at
+    ) -> None:
         "Make the parameters' gradients, in float32, the master's: the same memory, seen by both."
-        grads = self._take_replaced([p.grad for p in self.params])
+        grads = self._take_replaced([p.grad for p in self.params] if grads is None else grads)
         if grads[0] is None:  # then none of them has one
             self.master.grad = None
         elif not self.is_flat:
             self.master.grad = self._widen(self.params[0])
         else:
             if any(map(is_not, grads, self.grads)):
-                if any(g.is_sparse for g in grads):
-                    raise MixedPrecisionError(_SPARSE)
-                with torch.no_grad():  # of a backward pass with create_graph=True, too
-                    torch._foreach_copy_(self.grads, grads)
+                _gather(grads, self.grads)
                 for p, g in zip(self.params, self.grads, strict=True):
                     p.grad = g
             self.master.grad = self.grad
         self.shown = self.master.grad
+
+    def leave_grads(self) -> None:
+        "Leave the parameters' gradients where they are: the master shows none."
+        self.master.grad = self.shown = None
 
     def _take_replaced(self, grads):
         "Take over what somebody has put into `master.grad`, if the parameters' are as shown."
@@ -329,12 +350,7 @@ class Stretch:
         memory = lend(self, dtypes.pop() if len(dtypes) == 1 else self.master.dtype)
         if self.memory is not memory:
             self.memory, self.views = memory, _split(memory, self.weights)
-        try:
-            torch._foreach_copy_(self.views, grads)
-        except RuntimeError as e:
-            if any(g.is_sparse for g in grads):
-                raise MixedPrecisionError(_SPARSE) from e
-            raise
+        _gather(grads, self.views)
         return memory
 
     def out(self) -> Tensor | None:
@@ -355,12 +371,6 @@ class Stretch:
             self.params[0].detach().copy_(self.weights[0])
         else:
             out.copy_(self.master)
-
-
-_SPARSE = (
-    "a sparse gradient cannot go into a flat vector: use flat_master=False, "
-    "or nn.Embedding(sparse=False)"
-)
 
 # %% ../nbs/03_master.ipynb #fc2094a4
 def _layout(t):
@@ -665,8 +675,8 @@ class MasterParams:
         for _, run in groupby(params, key=self._memory):
             run = list(run)
             vector = Parameter(torch.cat([_flatten(self.master[p].detach(), p) for p in run]))
-            vector.grad = torch.empty_like(vector)  # written before it is read, if ever
-            self.grads |= dict(zip(run, _split(vector.grad, run), strict=True))
+            grad = torch.empty_like(vector.detach())  # the vector's as soon as there is one
+            self.grads |= dict(zip(run, _split(grad, run), strict=True))
             for p, weight in zip(run, _split(vector.detach(), run), strict=True):
                 self.master[p].data = weight
                 self.master[p].grad = None  # a copy of its own, from before there was a vector
@@ -704,21 +714,21 @@ class MasterParams:
 
     def _runs(self, vector, params, key, every):
         params, units, start = list(params), [], 0
-        if vector.grad is None:  # an optimizer's own `zero_grad` lets go of it
-            vector.grad = self.grads[params[0]]._base
+        grad = self.grads[params[0]]._base
         for (has_grad, _), run in groupby(params, key=lambda p: (p.grad is not None, key(p))):
             run = list(run)
             part = slice(start, start + sum(p.numel() for p in run))
             start = part.stop
             if not has_grad and not every:
-                vector.grad[part].zero_()
+                grad[part].zero_()
             elif run[0].ndim == 0:  # a state of no dimension could be its own, or a step count
                 units += [Unit([p], self.master[p]) for p in run]
             else:
                 is_whole = part == slice(0, vector.numel())
+                vector.grad = None if is_whole else grad
                 master = vector if is_whole else Parameter(vector.detach()[part])
                 weights, grads = [self.master[p] for p in run], [self.grads[p] for p in run]
-                units.append(Unit(run, master, weights, grads, vector.grad[part]))
+                units.append(Unit(run, master, weights, grads, grad[part]))
         return units
 
     def _load(self, module, state_dict, prefix, _metadata, _strict, _missing, _unexpected, errors):

@@ -67,8 +67,8 @@ class MixedForward:
     ):
         self.module, self.dtype, self.is_half = module, dtype, is_half
         self.before = vars(module).get("forward")
-        is_emulated = is_half and dtype == torch.float16
-        self.forward = HalfForward(module) if is_emulated else module.forward
+        is_needed = is_half and HalfForward.is_needed(module, dtype)
+        self.forward = HalfForward(module, dtype=dtype) if is_needed else module.forward
 
     def __enter__(self) -> "MixedForward":
         """Take the place of the module's forward."""

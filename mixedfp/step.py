@@ -12,7 +12,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
-from itertools import repeat
+from itertools import islice, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
 
@@ -192,7 +192,8 @@ class OptimizerOnMasters:
         own = dict(opt=opt, masters=masters, scaler=scaler, held=HeldMasters(self))
         own |= dict(every=every, units=None, unscaled=False, layers=None)
         own |= dict(_lists=None, _rest=None, _versions=[], _places=[])
-        own |= dict(_held=[], _others=[], _seen=[], _noted={})
+        own |= dict(_held=[], _others=[], _seen=[], _noted={}, _pairs=None)
+        own |= dict(taken=False)  # gradients are the masters', and nobody looks at them until then
         # stepped in one pass over memory: the large units of each group; those among them whose
         # gradients wait for it where they are, and what these, still scaled, are to be multiplied
         # with; whether they are to wait, and whether None stands for a gradient of zeros
@@ -226,7 +227,7 @@ class OptimizerOnMasters:
 
     def to_masters(self) -> None:
         "Hand the optimizer the masters of all parameters that have a gradient."
-        if self._is_current():
+        if self._is_current(self._see_grads()):
             return
         self.to_model()
         core = _core(self.opt)
@@ -261,8 +262,8 @@ class OptimizerOnMasters:
                 if lent.get(u.master):
                     state |= zip(u.params, u.split(lent[u.master]), strict=True)
             self._put(core, self._lists, state)
-            self.units = self._lists = self._rest = None
-            self._held, self._others, self.large = [], [], []
+            self.units = self._lists = self._rest = self._pairs = None
+            self._held, self._others, self.large, self.taken = [], [], [], False
         return self.opt
 
     def _settle(self):
@@ -296,14 +297,15 @@ class OptimizerOnMasters:
         self._unfold_slow_weights(lists, state)
         core.state = defaultdict(dict, state)
 
-    def _is_current(self):
+    def _is_current(self, grads):
+        "Whether units are of what has a gradient now: `grads` are those of `_held`."
         if self.units is None:
             return False
         if self.every:
             return all(len({p.grad is None for p in u.params}) == 1 for u in self.units)
         if any(p.grad is not None for p in self._others):
             return False
-        return self.is_cleared or not any(map(is_, map(_get_grad, self._held), repeat(None)))
+        return self.is_cleared or not any(map(is_, grads, repeat(None)))
 
     # fastai's Lookahead keeps a second copy of the weights, in lists parallel to the parameters'
     def _fold_slow_weights(self, lists, state):
@@ -327,19 +329,27 @@ class OptimizerOnMasters:
 
     def take_grads(
         self,
-        direct: bool = False,  # leave those of large vectors where they are: `step` gets them there
+        direct: bool = False,  # nobody looks before `step`: those of large vectors wait for it
     ) -> None:
         "Make the model's gradients the masters', in float32."
-        self.to_masters()
-        if self.is_cleared:
+        grads = self._see_grads()  # once: to visit each of many parameters takes its time
+        if not self._is_current(grads) or self.is_cleared:
+            self.to_masters()
             self._fill()
+            grads = self._see_grads()
         waited, left, self.waiting = self.waiting, self.left, []
         if self.one_pass is not None:
             self.one_pass.gathered = {}
         if direct and self._may_pass():
             self.waiting = self._large_units()
-        for u in self._without(self.waiting):
-            u.take_grads()
+        waiting, grads = set(map(id, self.waiting)), iter(grads)
+        for u in self.units:
+            of_unit = list(islice(grads, len(u.params)))
+            if id(u) in waiting:
+                u.leave_grads()
+            else:
+                u.take_grads(of_unit)
+        self.taken = direct
         if not self.waiting:
             self.left = None
             for u in waited if left is not None else []:
@@ -347,7 +357,7 @@ class OptimizerOnMasters:
 
     def _fill(self):
         "Zeros for parameters for which the backward pass has found no gradient."
-        for p in self._held:
+        for p in self._held if self.is_cleared else ():
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype or p.dtype)
         self.is_cleared = False
@@ -387,12 +397,13 @@ class OptimizerOnMasters:
         *args: Any,  # of the optimizer's step
     ) -> Any:  # what that returns
         "Step the masters, and give their weights back to the model."
-        if not self.waiting:
+        if not (self.waiting or self.taken):
             self.take_grads()
         if self._versions != self._see_params() or self._places != self._see_places():
             self.to_model()
             self.masters.adopt()  # somebody wrote weights into the model
             self.take_grads()
+            self._versions, self._places = self._see_params(), self._see_places()
         large = [] if args or not self._may_pass() else self._large_units()
         rest = self.units
         self.masters.is_stepping = True
@@ -447,18 +458,19 @@ class OptimizerOnMasters:
 
     @torch.no_grad()
     def _give_back(self, units):
-        pairs = [
-            pair
-            for u in units
-            for pair in zip(u.params, u.weights, strict=True)
-            if u.master is not u.params[0]
-        ]
-        if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        if units is not self.units:
+            params, weights = _copies(units)
+        else:
+            params, weights = self._pairs = self._pairs or _copies(units)
+        if params:
+            torch._foreach_copy_(params, weights)
         self.masters.is_stepping = False
         self._versions = self._see_params()
         if None in self._places:
             self._places = self._see_places()
+
+    def _see_grads(self):
+        return list(map(_get_grad, self._held))
 
     def _see_params(self):
         "What changes when somebody writes a weight."
@@ -480,6 +492,7 @@ class OptimizerOnMasters:
             set_to_none = isinstance(_core(self.opt), torch.optim.Optimizer)
         self.waiting, self.left, self.found = [], None, None
         if self.may_wait and not set_to_none and self.units is not None and not self.every:
+            self.taken = False
             large = self._large_units()
             for p in (p for u in large for p in u.params):
                 p.grad = None  # new ones cost less than to fill and to add to the old ones
@@ -487,11 +500,11 @@ class OptimizerOnMasters:
             return _zero_(
                 [u.master.grad for u in self._without(large) if u.master.grad is not None]
             )
-        if not set_to_none and self._is_current():
+        taken, self.taken = self.taken, False
+        if not set_to_none and (taken or self._is_current(self._see_grads())):
             return _zero_([u.master.grad for u in self.units if u.master.grad is not None])
         for u in self.units or []:
-            u.master.grad = None if self.every else u.grad  # a vector keeps its memory
-            u.shown = None
+            u.leave_grads()
         params = [p for ps in self._lists or _get_lists(_core(self.opt)) for p in ps]
         if set_to_none:
             for p in params:
@@ -507,7 +520,7 @@ class OptimizerOnMasters:
 
         What is used twice has a sum for its gradient, and sums are taken in 32 bits.
         """
-        self.may_wait = loss is not None
+        self.may_wait, self.taken = loss is not None, False
         if loss is None or not (self.units is None or self._may_pass()):
             self._stay_for, self._stay = None, []
             self.masters.leave_half([])
@@ -639,6 +652,12 @@ def used_once(
                 seen.add(node)
                 todo.append(node)
     return {p for p, n in n_uses.items() if n == 1}
+
+
+def _copies(units):
+    "The parameters that have masters, and what is to be copied into each."
+    units = [u for u in units if u.master is not u.params[0]]
+    return [p for u in units for p in u.params], [w for u in units for w in u.weights]
 
 
 def _is_large(u):

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixedfp import onepass, step
 from mixedfp.formats import MixedPrecisionError
+from mixedfp.master import MasterParams
 from mixedfp.onepass import NotElementwise, OnePass, record
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
@@ -341,6 +342,61 @@ def test_weights_written_into_the_model_are_taken_over(small_is_large):
     assert (written[0].state_dict()["0.weight"] - 0.5).abs().max() < 0.25
     twin = train(mixed_step(torch.bfloat16, direct=False), make, 3, before_step=write)
     assert_same(ends(*written), ends(*twin))
+
+
+@pytest.mark.parametrize("how", ["in place", "another tensor"])
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_written_weights_are_taken_over_once(how, large, direct, flat, monkeypatch):
+    """Every write, with nothing to pay for it in the steps that follow."""
+    monkeypatch.setattr(step, "LARGE", 1 if large else 2**40)
+    n_adopted, adopt = [], MasterParams.adopt
+    monkeypatch.setattr(MasterParams, "adopt", lambda self: n_adopted.append(1) or adopt(self))
+
+    def write(i, model, opt):
+        if i in (2, 3, 6):
+            if how == "in place":
+                with torch.no_grad():
+                    model[0].weight.fill_(0.5)
+            else:
+                model[0].weight.data = torch.full_like(model[0].weight, 0.5)
+        counts.append(len(n_adopted))
+        weights.append(opt.masters.master[model[0].weight].detach().clone())
+
+    counts, weights = [], []
+    mixed = MixedStep(torch.bfloat16, flat, compiled=False)
+    mixed.direct = direct
+    train(mixed, OPTIMIZERS["fastai SGD, no momentum"], 9, before_step=write)
+    after = [now - counts[0] for now in counts]  # the counts before the steps
+    assert after == [0, 0, 0, 1, 2, 2, 2, 3, 3]
+    for i, w in enumerate(weights):
+        assert ((w - 0.5).abs().max() < 0.25) == (i in (3, 4, 5, 6, 7, 8))
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_masters_show_true_gradients_or_none(large, direct, monkeypatch):
+    """Never memory that nothing was written to, or what is left of the last step."""
+    monkeypatch.setattr(step, "LARGE", 1 if large else 2**40)
+    seen = []
+
+    def look(i, model, opt):
+        groups = zip(opt.masters.model_params, opt.masters.master_params, strict=True)
+        seen.extend((i, m.grad, ps) for ps, ms in groups for m in ms)
+        for _, grad, params in seen[-2:]:
+            if grad is not None:
+                joined = torch.cat([p.grad.flatten() for p in params])
+                assert_same(grad.detach().clone(), joined)
+
+    mixed = mixed_step(torch.bfloat16, direct)
+    mixed.attach(model := net())
+    opt = mixed.hold(optim.SGD(model.parameters(), lr=0.1))
+    assert [m.grad for ms in opt.masters.master_params for m in ms] == [None, None]
+    train(mixed, OPTIMIZERS["SGD"], 3, before_step=look)
+    assert len(seen) == 6
+    assert all((grad is None) == (large and direct) for _, grad, _ in seen)
+    assert [m.grad for ms in mixed.masters.master_params for m in ms] == [None, None]
 
 
 # what is not element-wise, or looked at by others, goes the readable way

@@ -6,6 +6,7 @@ shuffled, so that a fit can be written out by hand, and batch `OVERFLOWING` is b
 
 import copy
 import logging
+import math
 import pickle
 
 import numpy as np
@@ -38,7 +39,9 @@ from skorch.callbacks import (
     TrainEndCheckpoint,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mixedfp import cast
 from mixedfp.cast import notice_once
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
@@ -387,6 +390,36 @@ def test_flat_masters_are_vectors():
     n_stepped = [sum(len(g["params"]) for g in n.optimizer_.param_groups) for n in (each, flat)]
     assert n_stepped == [6, 2]  # weights; the norm's and the biases
     assert_same(weights(flat), weights(each))
+
+
+class Attends(Small):
+    """Attention between the numbers of a row, and a note of the dtype that the row comes in."""
+
+    def forward(self, X):
+        self.came_in, rows = X.dtype, (X @ self.first.weight.T)[:, None, :, None]
+        attended = nn.functional.scaled_dot_product_attention(rows, rows, rows)
+        return super().forward(X + attended[:, 0, :4, 0])
+
+
+class SeesAttention(TorchDispatchMode):
+    """The dtypes in which attention is computed."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attention" in str(func):
+            self.seen.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("limit", [math.inf, 0], ids=["slow", "fast"])
+def test_masters_in_bfloat16_attend_in_float32_where_that_is_faster(monkeypatch, limit):
+    """As with `with_masters` and fastai; how fast attention is, is said to be known."""
+    monkeypatch.setattr(cast, "_slow_attention", lambda device, dtype: limit)
+    net, spy = make("master_bf16", module=Attends), SeesAttention()
+    spy.seen = set()
+    with spy:
+        net.fit(*table())
+    assert net.module_.came_in == torch.bfloat16
+    assert spy.seen == {torch.float32 if limit else torch.bfloat16}
 
 
 # 4. steps
