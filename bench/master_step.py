@@ -222,7 +222,7 @@ class Ours:
         stretches = [s for u in self.opt.units for s in (one_pass.stretches(u) if one_pass else [])]
         memory += [s.own for s in stretches if s.own is not None]
         masters = [u.master for u in self.opt.units]
-        grads = [u.grad for u in self.opt.units if u.grad is not None]
+        grads = [g.whole for g in self.mixed.masters.grads.values() if g.is_there]
         return [*masters, *grads, *memory, *_tensors(self.opt.opt.state)]
 
 

@@ -441,7 +441,7 @@ class OnePass:
         return update, results, state
 
     def _run(self, u, update, results, state, inv_scale, found):
-        fn = self._compile(u, update, results, state)
+        fn = self._compile(u, update, results, state, inv_scale, found)
         self.paths[u.master] = "in chunks" if fn is None else "compiled"
         has_taken = u.has_taken()
         numbers = None if fn is None else _as_vector(update.numbers, u.master)
@@ -490,7 +490,7 @@ class OnePass:
             return self.compiled
         return u.master.numel() >= COMPILE_FROM and u.params[0].itemsize == 2
 
-    def _compile(self, u, update, results, state):
+    def _compile(self, u, update, results, state, *scale):
         "The compiled form of an update, None where it is not worth it or does not work."
         if not self._is_compiled(u) or is_in_torch_dispatch_mode():  # someone's, who wants to see
             return None
@@ -499,24 +499,20 @@ class OnePass:
         key = update.pattern, tuple(results.items()), u.master.dtype, u.master.device.type
         if key not in self.functions and len(self.functions) < 8:
             start = time.perf_counter()
-            self.functions[key] = self._make(u, update, results, state)
+            self.functions[key] = self._make(u, update, results, state, scale)
             self.compile_seconds += time.perf_counter() - start
         return self.functions.get(key)  # a ninth: numbers move in ways that `source` does not know
 
-    def _make(self, u, update, results, state):
+    def _make(self, u, update, results, state, scale):
         try:
             names = {"torch": torch}
             exec(update.source(results), names)
             fn = torch.compile(names["update"], dynamic=True, fullgraph=True)
-            vectors = [u.master.detach(), u.grad, *(state[k] for k in update.names[2:])]
+            vectors = [u.master.detach(), *(state[k] for k in update.names[2:])]
             # a failure shows on a few numbers, before anything is changed
-            fn(
-                None,
-                None,
-                None,
-                _as_vector(update.numbers, u.master),
-                *(v[:64].clone() for v in vectors),
-            )
+            weights, *states = (v[:64].clone() for v in vectors)
+            out, grad = (weights.to(t.dtype) for t in (u.params[0], u.params[0].grad))
+            fn(out, *scale, _as_vector(update.numbers, u.master), weights, grad, *states)
         except Exception as e:  # no compiler, or an operation that it does not know
             notice_once(
                 "the optimizer's update is not compiled: it is done in chunks that fit the cache, "

@@ -126,13 +126,14 @@ class GradTaker:
             if p.grad.dtype != p.dtype:
                 p.grad = p.grad.to(p.dtype)
             return
-        view, master = self.masters.grads.get(p), self.masters.master[p]
-        if self.stream and view is not None and not p.grad.is_sparse:
+        flat_grads, master = self.masters.grads.get(p), self.masters.master[p]
+        if self.stream and flat_grads is not None and not p.grad.is_sparse:
+            view = flat_grads.views[p]
             if p.grad is not view:
                 p.grad = view.copy_(p.grad.detach())
         elif p.grad.dtype != master.dtype:
             widen_grad(p, master.dtype)
-        if view is None:
+        if flat_grads is None:
             master.grad = p.grad
 
     def is_sent(self) -> bool:

@@ -38,7 +38,7 @@ from mixedfp.cast import (
 from .distributed import average_over_ranks, renew_reducer, take_from_first
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
-from .master import MasterParams
+from .master import MasterParams, check_dense
 from .onepass import NotElementwise, OnePass
 from .scaler import LossScaler, is_finite
 
@@ -340,17 +340,18 @@ class OptimizerOnMasters:
         waited, left, self.waiting = self.waiting, self.left, []
         if self.one_pass is not None:
             self.one_pass.gathered = {}
-        if direct and self._may_pass():
-            self.waiting = self._large_units()
-        waiting, grads = set(map(id, self.waiting)), iter(grads)
+        to_wait = self._large_units() if direct and self._may_pass() else []
+        ids, grads = set(map(id, to_wait)), iter(grads)
         for u in self.units:
             of_unit = list(islice(grads, len(u.params)))
-            if id(u) in waiting:
-                u.leave_grads()
+            if id(u) in ids:
+                check_dense(of_unit)
             else:
                 u.take_grads(of_unit)
-        self.taken = direct
-        if not self.waiting:
+        for u in to_wait:
+            u.leave_grads()
+        self.waiting, self.taken = to_wait, direct
+        if not to_wait:
             self.left = None
             for u in waited if left is not None else []:
                 u.grad.mul_(left)

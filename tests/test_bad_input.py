@@ -20,7 +20,7 @@ from tiny import (
 )
 from torch import nn
 
-from mixedfp import cast
+from mixedfp import cast, onepass, step
 from mixedfp.callback import MixedPrecision, mixed_precision
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
@@ -202,8 +202,13 @@ def test_sparse_gradients_with_flat_masters(dtype):
     assert_usable(learn)
 
 
-def test_sparse_gradients_that_only_the_first_batch_shows():
-    learn = words_learner(functional=True).to_fp16(flat_master=True)
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sparse_gradients_that_only_the_first_batch_shows(dtype, large, monkeypatch):
+    """Before anything is changed, and with a way back; also where a step goes over stretches."""
+    monkeypatch.setattr(step, "LARGE", 1 if large else 2**40)
+    monkeypatch.setattr(onepass, "_CUT", 8)
+    learn = words_learner(functional=True).to_fp16(dtype=dtype, flat_master=True)
     before = masters(learn)
     with pytest.raises(MixedPrecisionError, match="sparse.*flat_master=False"):
         learn.fit(1, 0.01)

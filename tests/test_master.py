@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import Parameter
 
-from mixedfp.master import MasterParams, Unit
+from mixedfp.master import FlatGrads, MasterParams, Unit
 from mixedfp.testing import assert_same, linear_model, tiny_net
 
 HALVES = torch.float16, torch.bfloat16
@@ -430,7 +430,7 @@ def test_low_bits_survive_a_cast_by_others(cast, dtype, flat):
 
 def test_a_state_with_gaps_is_joined():
     p = Parameter(torch.zeros(4))
-    unit = Unit([p], torch.zeros(4), [torch.zeros(4)], [torch.zeros(4)], torch.zeros(4))
+    unit = Unit([p], torch.zeros(4), [torch.zeros(4)], FlatGrads(torch.zeros(4), [p]))
     with_gaps = torch.arange(8.0)[::2]
     assert_same(unit.join([{"mean": with_gaps}])["mean"], with_gaps.clone())
 

@@ -399,6 +399,18 @@ def test_masters_show_true_gradients_or_none(large, direct, monkeypatch):
     assert [m.grad for ms in mixed.masters.master_params for m in ms] == [None, None]
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
+def test_gradients_that_wait_need_no_vector(direct, small_is_large):
+    """Four bytes a parameter less, until somebody wants to see true gradients."""
+    mixed = mixed_step(torch.bfloat16, direct)
+    _, opt = train(mixed, OPTIMIZERS["fastai Adam"])
+    vectors = set(mixed.masters.grads.values())
+    assert len(vectors) == 2
+    assert {v.is_there for v in vectors} == {not direct}
+    opt.take_grads()
+    assert {v.is_there for v in vectors} == {True}
+
+
 # what is not element-wise, or looked at by others, goes the readable way
 
 
