@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from .cast import check_dtype
 from .distributed import take_from_first
 from .formats import MixedPrecisionError
-from .master import MasterParams, widen_grad
+from .master import MasterParams, own_memory, widen_grad
 from .step import BufferKeeper, HalfForward, OptimizerOnMasters, check_elementwise
 
 # %% ../nbs/07_optimizer.ipynb #f4723998
@@ -389,7 +389,8 @@ class MasterOptimizer(Optimizer):
         finally:
             self._is_busy = False
         if self._is_loose:
-            state["masters"] = [self.masters.master.get(p, p).detach() for p in self._params()]
+            masters = [self.masters.master.get(p, p).detach() for p in self._params()]
+            state["masters"] = list(map(own_memory, masters))
         return state
 
     def load_state_dict(
@@ -449,7 +450,7 @@ class MasterOptimizer(Optimizer):
 
     def restore(self) -> Optimizer:  # the one that was given, over the model
         "Give the model its masters back, bit for bit in 32 bits, and let go of it."
-        self._on.to_model()
+        self._on.release()
         self._guard.remove()
         self._taker.remove()
         _remove_forward(self.masters.model)

@@ -38,7 +38,7 @@ from mixedfp.cast import (
 from .distributed import average_over_ranks, renew_reducer, take_from_first
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
-from .master import MasterParams, check_dense
+from .master import MasterParams, check_dense, own_memory
 from .onepass import NotElementwise, OnePass
 from .scaler import LossScaler, is_finite
 
@@ -222,7 +222,7 @@ class OptimizerOnMasters:
 
     def __getstate__(self) -> dict:
         """Be copied and pickled in the model's form: views of a vector would come apart."""
-        self.to_model()
+        self.release()
         return vars(self)
 
     def to_masters(self) -> None:
@@ -265,6 +265,12 @@ class OptimizerOnMasters:
             self.units = self._lists = self._rest = self._pairs = None
             self._held, self._others, self.large, self.taken = [], [], [], False
         return self.opt
+
+    def release(self) -> None:
+        "Leave the optimizer to the model, each state in memory of its own."
+        self.to_model()
+        core = _core(self.opt)
+        core.state = defaultdict(dict, map_tensors(own_memory, dict(core.state)))
 
     def _settle(self):
         "Make what is left for the step's pass true for everybody."
@@ -574,7 +580,7 @@ class OptimizerOnMasters:
 
     def state_dict(self) -> dict:
         "The optimizer's state per model parameter, the loss scale's and the layer scales'."
-        state = self.to_model().state_dict()
+        state = map_tensors(own_memory, self.to_model().state_dict())
         if self.layers is not None:
             state = {**state, "layer_scales": self.layers.state_dict()}
         return state if self.scaler is None else {**state, "loss_scale": self.scaler.state_dict()}
@@ -996,7 +1002,7 @@ class MixedStep:
         if self.opt is not None:
             if self._is_scaled and not self.opt.unscaled:  # called off in between
                 self.opt.rescale(1 / float(self._used_scale))
-            self.opt.to_model()
+            self.opt.release()
         if self.forward is not None:
             self.forward.remove()
         self.masters.restore()

@@ -1,5 +1,6 @@
 """Files: what one precision writes, any other reads, and what cannot be read changes nothing."""
 
+import io
 import os
 import pickle
 import subprocess
@@ -21,12 +22,14 @@ from tiny import (
     conv_net,
     make_learner,
     masters,
+    one_group,
     opt_state,
     plain,
     sometimes_groups,
     three_groups,
     weights,
 )
+from torch import nn
 
 from mixedfp.callback import MixedPrecision
 from mixedfp.testing import assert_same
@@ -1026,3 +1029,51 @@ def test_a_callback_of_one_fit_writes_plain_files(tmp_path):
     quietly(other.load, "one")
     assert_same(weights(other), weights(learn))
     assert_same(opt_state(other), opt_state(learn))
+
+
+def _sizes(learn):
+    """Bytes of what users write: the whole, the weights of one layer, the optimizer's state."""
+    model, opt = learn.model.state_dict(), learn.opt.state_dict()["state"]
+    some = {"whole": model, "layer": learn.model[0].state_dict(), "opt": opt, "a state": opt[:1]}
+    return {
+        (name, write.__name__): len(write(part)) for name, part in some.items() for write in WRITERS
+    }
+
+
+def saved(part):
+    """Return the bytes of a file of `torch.save`."""
+    buffer = io.BytesIO()
+    torch.save(part, buffer)
+    return buffer.getvalue()
+
+
+WRITERS = (saved, pickle.dumps)
+
+
+@OURS
+@pytest.mark.parametrize("back", [False, True], ids=["mixed", "to_fp32"])
+def test_files_of_parts_hold_those_parts_alone(precision, back, tmp_path):
+    """Not the vector that they are views of, and not once for each of them."""
+    plain_one, learn = (trained(p, tmp_path) for p in ("fp32", precision))
+    if back:
+        learn.to_fp32()
+    ours, expected = _sizes(learn), _sizes(plain_one)
+    for what, size in ours.items():
+        assert size <= 1.02 * expected[what] + 64, what
+
+
+@OURS
+def test_tied_weights_are_written_once(precision, tmp_path):
+    """Under whatever names."""
+
+    def tied():
+        layers = [nn.Linear(60, 60) for _ in range(3)]
+        layers[2].weight = layers[0].weight
+        return nn.Sequential(nn.Flatten(), nn.Linear(108, 60), *layers, nn.Linear(60, 3))
+
+    learn = trained(precision, tmp_path, model=tied, splitter=one_group)
+    for prefix in ("", "inner.", ""):
+        state = learn.model.state_dict(prefix=prefix)
+        one, other = (state[f"{prefix}{i}.weight"] for i in (2, 4))
+        assert one.data_ptr() == other.data_ptr()
+        assert len(saved(state)) < 1.1 * 4 * sum(p.numel() for p in learn.model.parameters())
