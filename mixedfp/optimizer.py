@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from .cast import check_dtype
 from .distributed import take_from_first
 from .formats import MixedPrecisionError
-from .master import MasterParams, own_memory, widen_grad
+from .master import MasterParams, own_storage, widen_grad
 from .step import BufferKeeper, HalfForward, OptimizerOnMasters, check_elementwise
 
 # %% ../nbs/07_optimizer.ipynb #f4723998
@@ -390,7 +390,7 @@ class MasterOptimizer(Optimizer):
             self._is_busy = False
         if self._is_loose:
             masters = [self.masters.master.get(p, p).detach() for p in self._params()]
-            state["masters"] = list(map(own_memory, masters))
+            state["masters"] = list(map(own_storage, masters))
         return state
 
     def load_state_dict(

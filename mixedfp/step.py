@@ -38,7 +38,7 @@ from mixedfp.cast import (
 from .distributed import average_over_ranks, renew_reducer, take_from_first
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
-from .master import MasterParams, check_dense, own_memory
+from .master import MasterParams, check_dense, own_storage
 from .onepass import NotElementwise, OnePass
 from .scaler import LossScaler, is_finite
 
@@ -267,10 +267,10 @@ class OptimizerOnMasters:
         return self.opt
 
     def release(self) -> None:
-        "Leave the optimizer to the model, each state in memory of its own."
+        "Leave the optimizer to the model, each state in a storage of its own."
         self.to_model()
         core = _core(self.opt)
-        core.state = defaultdict(dict, map_tensors(own_memory, dict(core.state)))
+        core.state = defaultdict(dict, map_tensors(own_storage, dict(core.state)))
 
     def _settle(self):
         "Make what is left for the step's pass true for everybody."
@@ -580,7 +580,7 @@ class OptimizerOnMasters:
 
     def state_dict(self) -> dict:
         "The optimizer's state per model parameter, the loss scale's and the layer scales'."
-        state = map_tensors(own_memory, self.to_model().state_dict())
+        state = map_tensors(own_storage, self.to_model().state_dict())
         if self.layers is not None:
             state = {**state, "layer_scales": self.layers.state_dict()}
         return state if self.scaler is None else {**state, "loss_scale": self.scaler.state_dict()}

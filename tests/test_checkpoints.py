@@ -1077,3 +1077,14 @@ def test_tied_weights_are_written_once(precision, tmp_path):
         one, other = (state[f"{prefix}{i}.weight"] for i in (2, 4))
         assert one.data_ptr() == other.data_ptr()
         assert len(saved(state)) < 1.1 * 4 * sum(p.numel() for p in learn.model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_flat"])
+def test_what_is_written_into_a_state_dict_is_trained_on(precision, tmp_path):
+    """As PyTorch's own it holds the weights themselves, also where they are parts of a vector."""
+    learn = learner(precision, tmp_path, "sgd", splitter=one_group)
+    write = Do("before_batch", lambda learn: learn.model.state_dict()["0.weight"].fill_(3), at=1)
+    learn.add_cb(write)
+    learn.fit(1, 0.0)
+    learn.to_fp32()
+    assert (learn.model[0].weight == 3).all()
