@@ -193,7 +193,7 @@ class OptimizerOnMasters:
         own |= dict(every=every, units=None, unscaled=False, layers=None)
         own |= dict(_lists=None, _rest=None, _versions=[], _places=[])
         own |= dict(_held=[], _others=[], _seen=[], _noted={}, _pairs=None)
-        own |= dict(taken=False)  # gradients are the masters', and nobody looks at them until then
+        own |= dict(taken=False)  # gradients are the masters', nobody looks before `step`
         # stepped in one pass over memory: the large units of each group; those among them whose
         # gradients wait for it where they are, and what these, still scaled, are to be multiplied
         # with; whether they are to wait, and whether None stands for a gradient of zeros
@@ -420,6 +420,7 @@ class OptimizerOnMasters:
                 return self._step_rest(large)
             return self.opt.step(*args)
         finally:
+            self.taken = False  # from here on anybody may put others there
             self._give_back(rest)
 
     def _step_large(self, large):
@@ -497,9 +498,8 @@ class OptimizerOnMasters:
         self.unscaled = False
         if set_to_none is None:
             set_to_none = isinstance(_core(self.opt), torch.optim.Optimizer)
-        self.waiting, self.left, self.found = [], None, None
+        self.waiting, self.left, self.found, self.taken = [], None, None, False
         if self.may_wait and not set_to_none and self.units is not None and not self.every:
-            self.taken = False
             large = self._large_units()
             for p in (p for u in large for p in u.params):
                 p.grad = None  # new ones cost less than to fill and to add to the old ones
@@ -507,8 +507,7 @@ class OptimizerOnMasters:
             return _zero_(
                 [u.master.grad for u in self._without(large) if u.master.grad is not None]
             )
-        taken, self.taken = self.taken, False
-        if not set_to_none and (taken or self._is_current(self._see_grads())):
+        if not set_to_none and self._is_current(self._see_grads()):
             return _zero_([u.master.grad for u in self.units if u.master.grad is not None])
         for u in self.units or []:
             u.leave_grads()

@@ -411,6 +411,24 @@ def test_gradients_that_wait_need_no_vector(direct, small_is_large):
     assert {v.is_there for v in vectors} == {True}
 
 
+def test_gradients_put_there_after_a_step_are_stepped():
+    """Nobody looks before `step`; after it the gradients are anybody's again."""
+
+    def moved(direct):
+        mixed, model = mixed_step(torch.bfloat16, direct), net()
+        mixed.attach(model)
+        opt = mixed.hold(SGD(list(model.parameters()), lr=0.5))
+        mixed.scale(mixed.uncast(model(mixed.cast(torch.ones(16, 12)))).square().mean()).backward()
+        mixed.unscale()
+        mixed.step()
+        for p in model.parameters():
+            p.grad = torch.ones(p.shape)
+        opt.step()
+        return dict(model.state_dict())
+
+    assert_same(moved(direct=True), moved(direct=False))
+
+
 # what is not element-wise, or looked at by others, goes the readable way
 
 
