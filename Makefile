@@ -1,6 +1,7 @@
 # make demo         train a small model in each precision, see the table and the plot
-# make test         all checks and tests, as on every push
+# make test         all checks and tests, as on every push; nbdev_test among them, and pyright
 # make test-latest  what uses fastai: notebooks and tests with today's newest packages, without nbdev
+# make test-oldest  the same, and loops by hand, with the oldest PyTorch that settings.ini promises
 # make readme       README.md from index.ipynb
 # make notebooks    run every notebook and keep the outputs
 # make lint types   the quick checks; pyright
@@ -12,18 +13,25 @@ WORKERS ?= 2
 TODAY := $(shell date +%F)
 INSTALL_FROM := settings.ini setup.py
 
-NOTEBOOKS := index.ipynb $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
-# The first lesson takes minutes: it is run once, with what a user has.
-LESSON := nbs/tutorials/01_mixed_precision_on_cifar10.ipynb
-# Only fastai differs between the environments: what leaves it alone is run in the first one.
-WITH_FASTAI := grep -lE '(import|from) (tiny|fastai|mixedfp[.](all|callback|checkpoint|examples|compare))'
+# The oldest PyTorch that is promised: 2.10 where settings.ini says torch>=2.10.
+OLDEST := $(shell sed -n 's/^requirements *=.*torch>=\([0-9.]*\).*/\1/p' settings.ini)
 
-.PHONY: demo test test-latest readme notebooks lint types clean
+NOTEBOOKS := index.ipynb $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
+# The first lesson takes minutes: it is run once, by make test.
+LESSON := nbs/tutorials/01_mixed_precision_on_cifar10.ipynb
+QUICK_NOTEBOOKS := $(filter-out $(LESSON),$(NOTEBOOKS))
+# fastai differs between .venv and .venv-latest: what leaves it alone is run in the first one.
+WITH_FASTAI := grep -lE '(import|from) (tiny|fastai|mixedfp[.](all|callback|checkpoint|examples|compare))'
+# What sees most of another PyTorch, beside those: optimizers, masters, loops by hand.
+OF_TORCH := $(addprefix tests/test_,optimizer.py master.py faults_loops.py)
+
+.PHONY: demo test test-latest test-oldest readme notebooks lint types clean
 
 # A shell of our own choice: make then looks for programs on the path set here, in every version.
 SHELL := /bin/bash
 demo test readme notebooks lint types: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 test-latest: export PATH := $(CURDIR)/.venv-latest/bin:$(PATH)
+test-oldest: export PATH := $(CURDIR)/.venv-oldest/bin:$(PATH)
 
 # The developing environment can do all that the user's can.
 demo: $(if $(wildcard .venv/.dev),.venv/.dev,.venv/.user)
@@ -34,8 +42,8 @@ test: .venv/.dev
 	python tools/unchanged.py nbdev_clean
 	python tools/unchanged.py nbdev_clean --fname index.ipynb
 	python tools/readme.py --check
-	$(MAKE) --no-print-directory lint
-	python tools/run_notebooks.py --nbdev --workers $(WORKERS) $(filter-out $(LESSON),$(NOTEBOOKS))
+	$(MAKE) --no-print-directory lint types
+	python tools/run_notebooks.py --nbdev --workers $(WORKERS)
 	pytest -q -n $(WORKERS) tests --callback-table=check
 
 lint: .venv/.dev
@@ -47,8 +55,12 @@ types: .venv/.dev
 	pyright
 
 test-latest: .venv-latest/.installed-$(TODAY)
-	python tools/run_notebooks.py --workers $(WORKERS) $$($(WITH_FASTAI) $(NOTEBOOKS))
+	python tools/run_notebooks.py --workers $(WORKERS) $$($(WITH_FASTAI) $(QUICK_NOTEBOOKS))
 	pytest -q -n $(WORKERS) $$($(WITH_FASTAI) tests/test_*.py) --callback-table=check
+
+test-oldest: .venv-oldest/.installed
+	python tools/run_notebooks.py --workers $(WORKERS) $$($(WITH_FASTAI) $(QUICK_NOTEBOOKS))
+	pytest -q -n $(WORKERS) $$($(WITH_FASTAI) tests/test_*.py) $(OF_TORCH) --callback-table=check
 
 readme: .venv/.dev
 	python tools/readme.py
@@ -59,7 +71,10 @@ notebooks: .venv/.dev
 	nbdev_clean --fname index.ipynb
 
 clean:
-	rm -rf .venv .venv-latest build dist *.egg-info _proc _docs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-oldest build dist *.egg-info _proc _docs .pytest_cache .ruff_cache .hypothesis
+
+# What runs tests and notebooks where there is no nbdev.
+TESTERS := pytest pytest-xdist hypothesis nbconvert ipykernel nbformat
 
 # A stamp in each environment says what was installed, so that the second time is quick.
 .venv/bin/python:
@@ -67,6 +82,9 @@ clean:
 
 .venv-latest/bin/python:
 	$(PYTHON) -m venv .venv-latest
+
+.venv-oldest/bin/python:
+	$(PYTHON) -m venv .venv-oldest
 
 .venv/.user: $(INSTALL_FROM) | .venv/bin/python
 	@echo "installing mixedfp into .venv: a few minutes the first time"
@@ -80,6 +98,11 @@ clean:
 
 .venv-latest/.installed-$(TODAY): $(INSTALL_FROM) | .venv-latest/bin/python
 	@echo "installing today's newest packages into .venv-latest: a few minutes the first time"
-	.venv-latest/bin/python -m pip install -qq -U --upgrade-strategy eager -e '.[skorch]' \
-	    pytest pytest-xdist hypothesis nbconvert ipykernel nbformat
+	.venv-latest/bin/python -m pip install -qq -U --upgrade-strategy eager -e '.[skorch]' $(TESTERS)
+	@touch $@
+
+# pip finds the torchvision that goes with it
+.venv-oldest/.installed: $(INSTALL_FROM) | .venv-oldest/bin/python
+	@echo "installing PyTorch $(OLDEST) into .venv-oldest: a few minutes the first time"
+	.venv-oldest/bin/python -m pip install -qq -e '.[skorch]' 'torch==$(OLDEST).*' $(TESTERS)
 	@touch $@

@@ -9,11 +9,13 @@
     optimizer ‖ report           for a plain PyTorch loop; what the numbers did
     callback ‖ skorch            trainers
     checkpoint                   a fastai run that goes on where it was killed
-    examples, compare            data, models, the command
+    command                      the options of `mixedfp_compare`: the standard library alone
+    examples, compare            data, models, the comparison
     all                          what a fastai user imports
 
 Down to `report` a module needs torch and the standard library alone; a function there may still
-import matplotlib when it is asked for a plot.
+import matplotlib when it is asked for a plot. `command` imports the module that does what it reads
+when it has read it, in a function: the one way down.
 """
 
 import ast
@@ -35,13 +37,15 @@ CORE = set(ABOVE)
 ABOVE["callback"] = ABOVE["skorch"] = CORE
 ABOVE["checkpoint"] = CORE | {"callback"}
 ABOVE["examples"] = CORE | {"callback", "skorch", "checkpoint"}
-ABOVE["compare"] = ABOVE["examples"] | {"examples"}
+ABOVE["command"] = set()
+ABOVE["compare"] = ABOVE["examples"] | {"examples", "command"}
 ABOVE["all"] = ABOVE["compare"] | {"compare"}
 
 # the package that each trainer leaves alone
 STANDS_BESIDE = {"callback": "skorch", "checkpoint": "skorch", "skorch": "fastai"}
 ON_IMPORT = sys.stdlib_module_names | {"torch"}
 IN_FUNCTIONS = ON_IMPORT | {"matplotlib"}
+DOWN_IN_FUNCTIONS = {"command": {"compare"}}
 
 
 def imports(node: ast.AST, in_function: bool = False) -> Iterator[tuple[int, str, bool]]:
@@ -64,8 +68,12 @@ def complaint(module: str, name: str, in_function: bool) -> str | None:
     package, *rest = name.split(".")
     if package == PACKAGE:
         own = rest[0] if rest else ""
+        if in_function and own in DOWN_IN_FUNCTIONS.get(module, ()):
+            return None
         if own in ABOVE and own not in ABOVE[module]:
             return f"imports {PACKAGE}.{own}, which does not stand above it"
+    elif module == "command" and package not in sys.stdlib_module_names:
+        return f"imports {package}: only the standard library, so that help comes at once"
     elif module in CORE and package not in (IN_FUNCTIONS if in_function else ON_IMPORT):
         return f"imports {package}: down to `report`, only torch and the standard library"
     elif package == STANDS_BESIDE.get(module):

@@ -1,14 +1,17 @@
-"""Runs notebooks, each in a process of its own, and counts those that pass.
+"""Runs notebooks and counts those that pass.
 
-By default in a fresh Jupyter kernel, writing nothing: the way that needs no nbdev.
-`--nbdev` hands each to `nbdev_test` instead; `--write` keeps the new outputs.
+By default each in a fresh Jupyter kernel, writing nothing: the way that needs no nbdev.
+`--write` keeps the new outputs. `--nbdev` runs the command `nbdev_test` as its users do, several
+notebooks in one process, and counts what it says; then `index.ipynb`, which that leaves out.
 """
 
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,25 +75,23 @@ def run_here(path: Path, write: bool) -> None:
         nbformat.write(nb, path)
 
 
-def command(path: Path, args: argparse.Namespace) -> list[str]:
-    """Give the command that runs the notebook at `path`."""
-    if args.nbdev:
-        return [str(Path(sys.executable).parent / "nbdev_test"), "--path", str(path)]
-    return [sys.executable, __file__, "--here", str(path), *(["--write"] if args.write else [])]
+def settings(args: argparse.Namespace) -> dict[str, str]:
+    """Give the environment of a process that runs notebooks: each with its share of the cores."""
+    threads = str(max(1, (os.cpu_count() or 1) // args.workers))
+    limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    if args.write:  # fastai brings warnings of PyTorch's that no reader can do anything about
+        limits["PYTHONWARNINGS"] = "ignore::FutureWarning"
+    return {**os.environ, **limits}
 
 
 def run_apart(path: Path, args: argparse.Namespace) -> bool:
     """Run the notebook at `path` in its own process, print how it went, and say if it passed."""
-    threads = str(max(1, (os.cpu_count() or 1) // args.workers))
-    limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    if args.write:  # fastai brings warnings of PyTorch's that no reader can do anything about
-        limits["PYTHONWARNINGS"] = "ignore::FutureWarning"
     start = time.perf_counter()
     try:
         done = subprocess.run(
-            command(path, args),
+            [sys.executable, __file__, "--here", str(path), *(["--write"] if args.write else [])],
             cwd=ROOT,
-            env={**os.environ, **limits},
+            env=settings(args),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -107,6 +108,61 @@ def run_apart(path: Path, args: argparse.Namespace) -> bool:
     return passed
 
 
+def run_nbdev(paths: list[Path], args: argparse.Namespace, *options: str) -> list[bool]:
+    """Run `nbdev_test`, print what it says, and give for each of `paths` whether it passed."""
+    test = [str(Path(sys.executable).parent / "nbdev_test"), "--do_print", *options]
+    began, ended, failed, said = {}, set(), set(), []
+    with subprocess.Popen(
+        test,
+        cwd=ROOT,
+        env=settings(args),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        limit = threading.Timer(2 * args.timeout, os.killpg, (process.pid, signal.SIGKILL))
+        limit.start()
+        for line in process.stdout or ():
+            now, (word, _, name) = time.perf_counter(), line.strip().rpartition(" ")
+            if word == "Starting":
+                began[name] = now
+            elif word == "- Completed":
+                ended.add(name)
+                took, shown = now - began.get(name, now), name.removeprefix(f"{ROOT}/")
+                print(f"ended {took:7.1f} s  {shown}", flush=True)
+            else:
+                said.append(line)
+            if re.fullmatch(r"\t\S+\.ipynb\n?", line):  # its list of those that failed
+                failed.add(line.strip())
+        limit.cancel()
+    print("".join(said).strip(), flush=True)
+    if process.returncode and not failed:  # it has stopped in the middle
+        return [False] * len(paths)
+    return [str(path) in ended and path.name not in failed for path in paths]
+
+
+def run_all(paths: list[Path], args: argparse.Namespace) -> list[bool]:
+    """Run the notebooks at `paths` and give for each whether it passed."""
+    if args.nbdev:
+        index = [path for path in all_notebooks() if path.parent == ROOT]
+        others = [path for path in all_notebooks() if path.parent != ROOT]
+        found = run_nbdev(others, args, "--n_workers", str(args.workers))
+        for path in index:
+            found += run_nbdev([path], args, "--path", str(path))
+        for path, passed in zip([*others, *index], found, strict=True):
+            if not passed:
+                print(f"FAILED {path.relative_to(ROOT)}")
+        return found
+    paths = [path.resolve() for path in paths] or all_notebooks()
+    # lessons train models: begin with them, so that no worker waits long for the last
+    paths.sort(key=lambda path: "tutorials" not in path.parts)
+    with ThreadPoolExecutor(args.workers) as pool:
+        return list(pool.map(lambda path: run_apart(path, args), paths))
+
+
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -114,10 +170,12 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="notebooks at a time")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one notebook")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--nbdev", action="store_true", help="run them with nbdev_test")
+    how.add_argument("--nbdev", action="store_true", help="all of them, with nbdev_test")
     how.add_argument("--write", action="store_true", help="keep the new outputs")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.nbdev and args.paths:
+        parser.error("--nbdev runs all notebooks: of one alone, say nbdev_test --path NOTEBOOK")
     if args.here:
         try:
             run_here(args.here, args.write)
@@ -125,11 +183,7 @@ def main() -> int:
             print(strip_ansi(str(error)))
             return 1
         return 0
-    paths = [path.resolve() for path in args.paths] or all_notebooks()
-    # lessons train models: begin with them, so that no worker waits long for the last
-    paths.sort(key=lambda path: "tutorials" not in path.parts)
-    with ThreadPoolExecutor(args.workers) as pool:
-        results = list(pool.map(lambda path: run_apart(path, args), paths))
+    results = run_all(args.paths, args)
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     return 0 if results and all(results) else 1
 
