@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['notice_once', 'check_dtype', 'map_tensors', 'cast_floats', 'to_half', 'to_float', 'stays_float', 'is_castable',
-           'bn2float', 'compute_in_float', 'model2half', 'model2float', 'has_fp16_arithmetic', 'ComputeInFloat32',
-           'slow_attention', 'AttentionInFloat32']
+           'bn2float', 'compute_in_float', 'drop_casts', 'find_kept', 'is_name_in', 'keeps_statistics', 'what_is_lost',
+           'buffers_to_keep', 'model2half', 'model2float', 'has_fp16_arithmetic', 'ComputeInFloat32', 'slow_attention',
+           'AttentionInFloat32', 'is_about_dtypes', 'PromoteMixed', 'FindEnd']
 
 # %% ../nbs/02_cast.ipynb #2c1caee3
 import copy
@@ -13,8 +14,12 @@ import functools
 import logging
 import math
 import platform
-from collections.abc import Callable, Mapping
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
+from itertools import chain
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -22,11 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from .formats import MixedPrecisionError
 
 # %% ../nbs/02_cast.ipynb #b224365e
 @functools.cache
@@ -58,7 +67,7 @@ def map_tensors(
         return f(o)
     if isinstance(o, list | tuple):
         new = [map_tensors(f, v) for v in o]
-        if all(map(is_, new, o)):
+        if not is_compiling() and all(map(is_, new, o)):  # Dynamo does not compare tuples
             return o
         return type(o)(*new) if hasattr(o, "_fields") else type(o)(new)
     if isinstance(o, Mapping):
@@ -70,7 +79,10 @@ def map_tensors(
 
 def _replaced(o, items, f, put):
     "A copy of `o` with its `items` mapped by `f`, `put` in; `o` itself where nothing changed."
-    changed = {k: new for k, v in items.items() if (new := map_tensors(f, v)) is not v}
+    new = {k: map_tensors(f, v) for k, v in items.items()}
+    if is_compiling() and type(o) is dict:
+        return new
+    changed = {k: v for k, v in new.items() if v is not items[k]}
     if not changed:
         return o
     c = copy.copy(o)  # keeps the class and what else it carries (a ModelOutput, an OrderedDict)
@@ -122,9 +134,11 @@ def is_castable(
     return t.is_floating_point() and t.itemsize > 1
 
 
-def _cast_own(module, dtype):
+def _cast_own(module, dtype, stay=()):
     # not `to`, which takes complex parameters along; and an LSTM gathers its weights again
-    module._apply(lambda t: t.to(dtype) if is_castable(t) else t, recurse=False)
+    module._apply(
+        lambda t: t.to(dtype) if is_castable(t) and id(t) not in stay else t, recurse=False
+    )
 
 
 def bn2float(
@@ -144,20 +158,28 @@ def compute_in_float(
     module: nn.Module,  # changed in place
     dtype: torch.dtype,  # of what comes out; float32 undoes it
 ) -> None:
-    "Put `module` with all inside into 32 bits: its inputs are widened, its outputs rounded."
+    "Put `module` with all inside into 32 bits: its inputs are widened, its output rounded."
     for m in module.modules():
         _cast_own(m, torch.float32)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for k in [k for k, hook in hooks.items() if isinstance(hook, _Widen | _Round)]:
-            del hooks[k]
+    drop_casts(module)
     if dtype != torch.float32:
-        module.register_forward_pre_hook(_Widen())
+        module.register_forward_pre_hook(_Widen(), with_kwargs=True)
         module.register_forward_hook(_Round(dtype))
 
 
+def drop_casts(
+    module: nn.Module,  # looked at without its children
+) -> None:
+    "Take off what `compute_in_float` has put around the forward pass of `module`."
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for k in [k for k, hook in hooks.items() if isinstance(hook, _Widen | _Round)]:
+            del hooks[k]
+            module._forward_pre_hooks_with_kwargs.pop(k, None)
+
+
 class _Widen:
-    def __call__(self, module, args):
-        return to_float(args)
+    def __call__(self, module, args, kwargs):
+        return to_float(args), to_float(kwargs)
 
 
 class _Round:
@@ -167,21 +189,167 @@ class _Round:
     def __call__(self, module, args, out):
         return cast_floats(out, self.dtype)
 
+# %% ../nbs/02_cast.ipynb #keepfp32
+def find_kept(
+    model: nn.Module,
+    keep_fp32: type | str | Iterable[type | str],  # module types; names or globs over names
+) -> tuple[list[nn.Module], list[Tensor]]:  # the modules; the parameters and buffers
+    """Find what `keep_fp32` names: modules by type, modules, parameters and buffers by name.
+
+    Raises: TypeError, ValueError for a pattern that matches nothing.
+    """
+    patterns = (keep_fp32,) if isinstance(keep_fp32, str | type) else tuple(keep_fp32)
+    modules, tensors = [], []
+    for pattern in patterns:
+        found = _matches(model, pattern)
+        if not any(found):
+            names = [name for name, _ in model.named_modules() if name]
+            raise ValueError(
+                f"`keep_fp32`: {pattern!r} matches no module, parameter or buffer of "
+                f"{type(model).__name__}, whose modules are {', '.join(names[:8])}"
+                f"{', ...' if len(names) > 8 else ''}"
+            )
+        modules += found[0]
+        tensors += found[1]
+    return modules, tensors
+
+
+def _matches(model, pattern):
+    if isinstance(pattern, type) and issubclass(pattern, nn.Module):
+        return [m for m in model.modules() if isinstance(m, pattern)], []
+    if not isinstance(pattern, str):
+        raise TypeError(
+            f"`keep_fp32` holds {pattern!r}: expected module types, names or globs over names, "
+            "such as [nn.LayerNorm, 'head', '*.inv_freq']"
+        )
+    modules = model.named_modules(remove_duplicate=False)
+    return (
+        [m for name, m in modules if fnmatchcase(name, pattern)],
+        [t for name, t in _named_tensors(model) if fnmatchcase(name, pattern)],
+    )
+
+
+def is_name_in(
+    model: nn.Module,
+    pattern: str,  # a name or a glob
+) -> bool:
+    "Whether `pattern` matches a module, parameter or buffer of `model`."
+    return any(_matches(model, pattern))
+
+
+def _named_tensors(model):
+    return chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+
+# %% ../nbs/02_cast.ipynb #huggingf
+def _hugging_face_keeps(model):
+    "What the classes of Hugging Face keep in 32 bits; their forward passes cast around it."
+    for m in model.modules():
+        for attr in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            for name in getattr(m, attr, None) or ():
+                inside = re.compile(rf"(^|\.){name}($|\.)")
+                yield from (t for k, t in _named_tensors(m) if inside.search(k))
+
+# %% ../nbs/02_cast.ipynb #statistc
+def _is_vector(t):
+    return sum(n > 1 for n in t.shape) <= 1
+
+
+def keeps_statistics(
+    module: nn.Module,  # looked at with its children
+) -> bool:
+    "Whether `module` is a norm in kind: it has a floating-point buffer, and no weight matrix."
+    own = [b for b in module._buffers.values() if b is not None and is_castable(b)]
+    inside = [t for _, t in _named_tensors(module) if is_castable(t)]
+    return bool(own) and all(map(_is_vector, inside)) and _has_forward(module)
+
+
+def _has_forward(module):  # an `nn.ModuleList` is never called
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def what_is_lost(
+    t: Tensor,  # in 32 bits or more
+    dtype: torch.dtype,  # to cast it to
+) -> str | None:  # None if it is only rounded
+    "Say what of a buffer a cast would destroy, beyond rounding it. Sync: reads a number or three."
+    t = t.detach()
+    cast = t.to(dtype)
+    if (t.isfinite() & ~cast.isfinite()).any():
+        return f"values beyond {torch.finfo(dtype).max:g}"
+    if (cast != t).any() and (t == t.round()).all():
+        return f"integers beyond {2 / torch.finfo(dtype).eps:g}"
+    if (t != 0).any() and not (cast != 0).any():
+        return f"values below {torch.finfo(dtype).smallest_normal:.1g}"
+    return None
+
+
+def buffers_to_keep(
+    model: nn.Module,  # in 32 bits
+    dtype: torch.dtype,  # to cast it to
+) -> dict[str, tuple[Tensor, str | None]]:  # by name: the buffer, and why if it is to be said
+    "The floating-point buffers outside of norms that a cast to `dtype` would destroy."
+    kept = {}
+    for name, b in model.named_buffers():
+        key = name.rpartition(".")[2]
+        if not is_castable(b) or b.itemsize <= dtype.itemsize or b.is_meta:
+            continue
+        if "freq" in key and b.ndim and _is_vector(b):
+            kept[name] = b, "frequencies, which positions multiply"
+        elif (why := what_is_lost(b, dtype)) is not None:
+            kept[name] = b, why
+        elif b.ndim == 0:  # a counter; it makes no 32-bit tensor of what it meets
+            kept[name] = b, None
+    return kept
+
 # %% ../nbs/02_cast.ipynb #eaefc2b4
 def model2half(
     model: nn.Module,  # changed in place; its parameters stay the same objects
     dtype: torch.dtype = torch.float16,  # of what does not stay in 32 bits
+    keep_fp32: type | str | Iterable[type | str] = (),  # more that stays: types, names, globs
 ) -> nn.Module:  # the same
-    "Put `model` into `dtype`, except what stays in 32 bits. Raises: TypeError."
+    """Put `model` into `dtype`, except what stays in 32 bits.
+
+    Raises: TypeError, ValueError for a pattern of `keep_fp32` that matches nothing.
+    """
     check_dtype(dtype)
-    wholes = [m for m in model.modules() if isinstance(m, _in_float)]
-    inside = {id(m) for whole in wholes for m in whole.modules()}
+    modules, tensors = find_kept(model, keep_fp32)
+    buffers = buffers_to_keep(model, dtype)
+    stay = {id(t) for t in (*tensors, *_hugging_face_keeps(model))}
+    stay |= {id(t) for t, _ in buffers.values()}
+    stay |= {id(p.grad) for p in model.parameters() if id(p) in stay and p.grad is not None}
+    wholes, inside = _wholes(model, {id(m) for m in modules}, stay)
     for m in model.modules():
         if not stays_float(m) and id(m) not in inside:
-            _cast_own(m, dtype)
+            _cast_own(m, dtype, stay)
     for whole in wholes:
         compute_in_float(whole, dtype)
+    _say_what_is_kept({name: why for name, (_, why) in buffers.items() if why}, dtype)
     return bn2float(model)
+
+
+def _wholes(model, kept, stay):
+    "The modules that compute in float32, and the ids of all modules inside them."
+    wholes, inside = [], set()
+    for m in model.modules():
+        if id(m) in inside or stays_float(m):
+            continue
+        is_kept = id(m) in kept
+        if is_kept and not _has_forward(m):  # nobody calls it: its parts are called
+            kept |= {id(child) for child in m.children()}
+            stay |= {id(t) for t in (*m._parameters.values(), *m._buffers.values())}
+        elif is_kept or isinstance(m, _in_float) or (m is not model and keeps_statistics(m)):
+            wholes.append(m)
+            inside |= {id(part) for part in m.modules()}
+    return wholes, inside
+
+
+def _say_what_is_kept(reasons, dtype):
+    if reasons:
+        which = ", ".join(f"`{name}` ({why})" for name, why in list(reasons.items())[:5])
+        more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+        notice_once(f"buffers that {dtype} would destroy stay in float32: {which}{more}")
 
 # %% ../nbs/02_cast.ipynb #ae3d8121
 def model2float(
@@ -190,8 +358,7 @@ def model2float(
     "Put `model` into 32 bits. What its 16 bits had lost does not come back: only masters know it."
     for m in model.modules():
         _cast_own(m, torch.float32)
-        if isinstance(m, _in_float):
-            compute_in_float(m, torch.float32)
+        drop_casts(m)
     return model
 
 # %% ../nbs/02_cast.ipynb #fb4a4515
@@ -227,6 +394,8 @@ class ComputeInFloat32(TorchFunctionMode):
     """Compute products of fp16 matrices in float32, round the results: as a GPU's units do.
 
     The casts are part of the graph: a gradient that fp16 cannot hold is lost where a GPU loses it.
+    Operands of mixed types are refused as PyTorch's kernels refuse them; under `torch.autocast`
+    they are rounded to float16 first.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
@@ -234,10 +403,45 @@ class ComputeInFloat32(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") not in _PRODUCTS or kwargs.get("out") is not None:
             return func(*args, **kwargs)  # what is written to memory of the caller's stays native
+        if _is_checkpointed():
+            return func(*args, **kwargs)
         inputs = (args, kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            return self._call_in_float(func, _round_floats(inputs))
+        dtypes = set()
+        map_tensors(lambda t: dtypes.add(t.dtype) or t, _without_mask(func, inputs))
+        floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+        if floats != [torch.float16]:
+            return func(*args, **kwargs)  # not ours, or an error of PyTorch's
+        return self._call_in_float(func, inputs)
+
+    def _call_in_float(self, func, inputs):
         in_float = map_tensors(lambda t: t.float() if t.dtype == torch.float16 else t, inputs)
-        out = func(*in_float[0], **in_float[1])
+        with torch.autocast("cpu", enabled=False):
+            out = func(*in_float[0], **in_float[1])
         return out if in_float is inputs else cast_floats(out, torch.float16)
+
+
+def _is_checkpointed():
+    "Inside `torch.utils.checkpoint`, which computes again outside of any mode: the same is needed."
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
+
+
+_NARROWER = (torch.float32, torch.bfloat16)
+
+
+def _round_floats(o):
+    "What `torch.autocast` makes of operands; it leaves float64 alone."
+    return map_tensors(lambda t: t.half() if t.dtype in _NARROWER else t, o)
+
+
+def _without_mask(func, inputs):
+    "The operands whose types have to agree: attention takes a mask of any."
+    args, kwargs = inputs
+    if getattr(func, "__name__", "") != "scaled_dot_product_attention":
+        return inputs
+    return args[:3], {k: v for k, v in kwargs.items() if k != "attn_mask"}
 
 # %% ../nbs/02_cast.ipynb #22c2ce47
 _SMALL_HEAD = 2**23  # products, queries × keys × size, as measured by bench/operators.py
@@ -288,13 +492,18 @@ def _narrow(dtype, n_dims, t):
 
 
 def _attend(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+    attend = F.scaled_dot_product_attention
     inputs = (query, key, value, attn_mask)
+    if torch.is_autocast_enabled(query.device.type):  # it would cast what is widened here back
+        inputs = cast_floats(inputs, torch.get_autocast_dtype(query.device.type))
+        with torch.autocast(query.device.type, enabled=False):
+            return _attend(*inputs, dropout_p, *args, **kwargs)
     if not _is_slow(inputs, dropout_p):
-        return F.scaled_dot_product_attention(*inputs, dropout_p, *args, **kwargs)
-    in_float = cast_floats(inputs, torch.float32)
+        return attend(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+    q, k, v, mask = cast_floats(inputs, torch.float32)
     narrow = functools.partial(_narrow, query.dtype, query.dim())
     with saved_tensors_hooks(narrow, to_float):
-        out = F.scaled_dot_product_attention(*in_float, dropout_p, *args, **kwargs)
+        out = attend(q, k, v, mask, dropout_p, *args, **kwargs)
     return out.to(query.dtype)
 
 
@@ -315,7 +524,7 @@ class AttentionInFloat32(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, attention in float32 if that is faster."""
-        if func in _ATTENTION and not torch.compiler.is_compiling():
+        if func in _ATTENTION and not is_compiling():
             self.is_used = True
             if func is F.scaled_dot_product_attention:
                 func = _attend
@@ -329,3 +538,137 @@ def _with_names(f, **names):
     new = FunctionType(f.__code__, f.__globals__ | names, f.__name__, f.__defaults__, f.__closure__)
     new.__kwdefaults__ = f.__kwdefaults__
     return new
+
+# %% ../nbs/02_cast.ipynb #c591bd02
+def _functions(names):
+    "All that PyTorch has under these names."
+    places = (F, torch, torch.special, Tensor)
+    return frozenset(getattr(o, name) for o in places for name in names if hasattr(o, name))
+
+
+_SOFTMAX = _functions("softmax log_softmax softmin gumbel_softmax".split())
+_SIGMOID = _functions("sigmoid logsigmoid expit".split())
+_NORMS = _functions("layer_norm group_norm rms_norm batch_norm instance_norm".split())
+_ARE_LOSSES = ("_loss", "cross_entropy", "_with_logits", "kl_div")
+_LOSSES = _functions(name for name in dir(F) if name.endswith(_ARE_LOSSES))
+_LOSSES -= _functions(["linear_cross_entropy"])  # a product
+_IN_FLOAT = _SOFTMAX | _LOSSES
+
+
+def _has_half(o):
+    found = []
+    map_tensors(lambda t: found.append(t.dtype) or t, o)
+    return torch.float16 in found or torch.bfloat16 in found
+
+
+def is_about_dtypes(
+    error: BaseException,  # of PyTorch's
+) -> bool:
+    "Whether `error` says that types do not go together, or that a kernel does not know one."
+    text = str(error).lower()
+    if isinstance(error, MixedPrecisionError) or not isinstance(error, RuntimeError | ValueError):
+        return False
+    return "type" in text or "not implemented for" in text
+
+
+class PromoteMixed(TorchFunctionMode):
+    """Compute in float32 what `torch.autocast` computes in float32 on a GPU, on any device.
+
+    Softmax, losses, norms whose operands differ in type; and what else refuses them.
+    """
+
+    def __init__(
+        self,
+        sigmoid: bool = False,  # sigmoid as well
+    ):
+        super().__init__()
+        self.sigmoid = sigmoid
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        """Call `func`, in float32 if it is one of those."""
+        kwargs = kwargs or {}
+        if kwargs.get("out") is not None or (not is_compiling() and _is_checkpointed()):
+            return func(*args, **kwargs)
+        if func in _IN_FLOAT or (self.sigmoid and func in _SIGMOID):
+            return _call_in_float(func, args, kwargs)
+        if func in _NORMS and _is_mixed(args, kwargs):
+            return _call_in_float(func, args, kwargs)
+        if is_compiling():
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, ValueError) as e:
+            if not is_about_dtypes(e) or not _is_mixed(args, kwargs):
+                raise
+        if _is_in_place(func):
+            return func(args[0], *cast_floats(args[1:], args[0].dtype), **kwargs)
+        return _call_in_float(func, args, kwargs)
+
+
+def _is_in_place(func):
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _call_in_float(func, args, kwargs):
+    found = []
+    map_tensors(lambda t: found.append(t.device.type) or t, (args, kwargs))
+    args, kwargs = to_float((args, kwargs))
+    with torch.autocast(found[0] if found else "cpu", enabled=False):
+        return func(*args, **kwargs)
+
+
+def _is_mixed(args, kwargs):
+    "Whether floating-point operands differ in type."
+    found = set()
+    map_tensors(lambda t: found.add(t.dtype) or t, (args, kwargs))
+    return len([dtype for dtype in found if dtype.is_floating_point]) > 1
+
+# %% ../nbs/02_cast.ipynb #1ec758fc
+class FindEnd(TorchFunctionMode):
+    "Finds out whether a result is a softmax, a sigmoid or a loss that was computed in 16 bits."
+
+    def __init__(self):
+        super().__init__()
+        self.marked = {}  # id → the tensor, held weakly, and which kind it comes from
+        self.is_in_the_way = False  # of a layer that has a faster path where no mode is entered
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        """Call `func`, and mark what comes out where it is one of those, or goes on from one."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if is_compiling():
+            return out
+        if func is F.multi_head_attention_forward and not torch.is_grad_enabled():
+            self.is_in_the_way = True
+        kind = self._kind(func, args, kwargs)
+        if kind is not None:
+            map_tensors(lambda t: self._mark(t, kind) or t, out)
+        return out
+
+    def _kind(self, func, args, kwargs):
+        is_end = func in _IN_FLOAT or func in _SIGMOID
+        if is_end and kwargs.get("dtype") is None and _has_half((args, kwargs)):
+            return "sigmoid" if func in _SIGMOID else "softmax"
+        is_product = getattr(func, "__name__", "") in _PRODUCTS
+        return None if is_product else self.kind((args, kwargs))
+
+    def _mark(self, t, kind):
+        if t.is_floating_point():
+            self.marked[id(t)] = weakref.ref(t), kind
+
+    def kind(
+        self,
+        o: Any,  # what a model has returned, in any nesting
+    ) -> str | None:  # 'softmax' (losses too), 'sigmoid' or None
+        "What `o`, or a part of it, comes from."
+        found = []
+
+        def look(t):
+            ref, kind = self.marked.get(id(t), (None, None))
+            if ref is not None and ref() is t:
+                found.append(kind)
+            return t
+
+        map_tensors(look, o)
+        return min(found, default=None)  # a model that has both gets both

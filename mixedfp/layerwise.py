@@ -8,14 +8,16 @@ __all__ = ['LayerInfo', 'are_finite', 'fitting_exponent', 'LayerwiseGradientScal
 # %% ../nbs/05_layerwise.ipynb #3e18804b
 import copy
 import difflib
+import logging
 import math
 import threading
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -71,6 +73,9 @@ class _Trace:
         self.owners: list[LayerInfo | None] = [None]  # from that node on; None: no scaled layer
         self.running: list[LayerInfo | None] = []  # the owners to return to
         self.begun = 0  # the node with which the outermost call began
+        # what may outlive that call: the modules that ran in it, and what they returned
+        self.modules: dict[nn.Module, None] = {}
+        self.made: list[weakref.ref[Tensor]] = []
 
     def enter(self, owner: LayerInfo | None) -> None:
         if not self.running:
@@ -108,6 +113,12 @@ def _times(g: Tensor, factor: float) -> Tensor:
     return (g.double() * factor).to(g.dtype)
 
 
+_SECOND = (
+    "{} goes through a layer with a scale of its own, and second derivatives would be scaled "
+    "wrongly: expected this loss (a gradient penalty?) under one loss scale, without layer scales"
+)
+
+
 class _Border:
     "What is done to the gradients that leave a node: for each a factor and an outlet, or None."
 
@@ -116,11 +127,7 @@ class _Border:
 
     def __call__(self, grads, _):
         if torch.is_grad_enabled():
-            raise MixedPrecisionError(
-                "a backward pass with create_graph=True goes through a layer with a scale of its "
-                "own, and second derivatives would be scaled wrongly: expected this loss (a "
-                "gradient penalty?) under one loss scale, without layer scales"
-            )
+            raise MixedPrecisionError(_SECOND.format("a backward pass with create_graph=True"))
         return tuple(map(self._cross, grads, self.edges))
 
     def _cross(self, g, edge):
@@ -137,10 +144,17 @@ class _Outlet(torch.autograd.Function):
     "The identity, and on the way back a factor."
 
     @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor, ctx.passed = factor, []
+    def forward(ctx, x, factor, in_place=False):
+        ctx.factor, ctx.passed, ctx.in_place = factor, [], in_place
         ctx.take = partial(_take, ctx.passed)
-        return x.detach()
+        if not in_place:
+            return x.detach()
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def jvp(ctx, g, *_):
+        return g.mul_(1) if ctx.in_place else g
 
     @staticmethod
     def backward(ctx, g):
@@ -149,14 +163,15 @@ class _Outlet(torch.autograd.Function):
             if task == torch._C._current_graph_task_id():  # not of a pass that broke off
                 g = g + other
         ctx.passed.clear()
-        return g, None
+        return g, None, None
 
 
 def _take(passed, g):
     passed.append((torch._C._current_graph_task_id(), g))
 
 
-_HOOKED = "mixedfp.layerwise"  # in the metadata of nodes that need no further hook
+# in the metadata of nodes: that they need no further hook; the thread that has let them out
+_HOOKED, _THREAD = "mixedfp.layerwise", "mixedfp.layerwise.thread"
 _OUTLET = _Outlet._backward_cls
 _RECOMPUTED = CheckpointFunction._backward_cls
 
@@ -229,14 +244,15 @@ def _exponents(g: Tensor, overflow: int) -> Tensor:  # (_BINS,), float32: counts
 def _check_positive(name, value):
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}: expected a number above 0, such as 2.0**10")
-    if not 0 < value <= torch.finfo(torch.float32).max:
+    if not 0 < float(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{name} is {value!r}: expected a finite number above 0, such as 2.0**10")
     return float(value)
 
 
 def _check_steps(name, n):
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
         raise ValueError(f"`{name}` is {n!r}: expected a whole number of steps, 1 or more")
+    return int(n)
 
 
 def _check_bounds(min_scale, max_scale):
@@ -278,6 +294,38 @@ def _what_is_there(name, model):
     return f"which is no module: expected a name of named_modules(), such as {near}"
 
 # %% ../nbs/05_layerwise.ipynb #b8721cd4
+_OWN = frozenset(vars(nn.Module()))  # what every module has for attributes
+
+
+def _kept(module: nn.Module) -> list[Tensor]:
+    "The tensors of a graph that `module` holds: as an attribute, or in a small list or dict there."
+    held = [vars(module)[k] for k in vars(module).keys() - _OWN]
+    for o in [v for v in held if isinstance(v, (list, tuple, dict)) and len(v) <= 100]:
+        held += o.values() if isinstance(o, dict) else o
+    held += module._buffers.values()
+    return [t for t in held if isinstance(t, Tensor) and t.grad_fn is not None]
+
+
+class _Hook:
+    "A hook of one model: copies of the model, and files, have one that does nothing."
+
+    def __init__(self, f: Callable):
+        self.f = f
+
+    def __call__(self, *args):
+        return self.f(*args)
+
+    def __deepcopy__(self, memo):
+        return _Hook.nothing
+
+    def __reduce__(self):
+        return getattr, (_Hook, "nothing")
+
+    @staticmethod
+    def nothing(*args):
+        pass
+
+
 class _Hooks:
     "The hooks of a model: they note where layers begin and end, and put factors on the edges."
 
@@ -302,8 +350,10 @@ class _Hooks:
         # such a layer overflows unseen: it has no parameters
         self.bare = {info for info in layers if not list(info.layer.parameters(recurse=False))}
         self.handles: list[RemovableHandle] = []
+        self.model = model
         self.is_new = True  # an iteration, as far as the hooks know
-        self.half = [p for info in layers for p in info.layer.parameters() if p.itemsize == 2]
+        params = dict.fromkeys(p for info in layers for p in info.layer.parameters())
+        self.half = [p for p in params if p.itemsize == 2]
         self.opened: list[Tensor] = []  # those whose gradients may be in 32 bits, and are for now
         self.traces: dict[int, _Trace] = {}  # by thread: a device's backward pass has its own
         self.order: dict[LayerInfo, None] = {}  # as they began to run
@@ -319,8 +369,10 @@ class _Hooks:
             if p.grad is None or p.grad.dtype == torch.float32:
                 p.grad_dtype = torch.float32
         for m, enter in self.prepared:
-            self.handles.append(m.register_forward_pre_hook(enter, prepend=True))
-            self.handles.append(m.register_forward_hook(self._leave, always_call=True))
+            before, after = _Hook(enter), _Hook(self._leave)
+            kwargs = dict(with_kwargs=True)
+            self.handles.append(m.register_forward_pre_hook(before, prepend=True, **kwargs))
+            self.handles.append(m.register_forward_hook(after, always_call=True, **kwargs))
 
     def take_off(self) -> None:
         while self.handles:
@@ -331,36 +383,101 @@ class _Hooks:
     def _trace(self):
         return self.traces.setdefault(threading.get_ident(), _Trace())
 
-    def _enter(self, homes, module, _):
+    def _enter(self, homes, module, args, kwargs):
         if "_is_replica" in vars(module):
             raise MixedPrecisionError(
                 "nn.DataParallel makes copies whose parameters are no leaves: expected "
                 "DistributedDataParallel, or one device"
             )
         trace, info = self._trace(), self.scaled.get(module)
+        inputs = None
+        if not trace.running and len(self.traces) > 1:
+            inputs = self._from_elsewhere(trace, module, args, kwargs)
         if info is None and homes and trace.is_outside(homes):  # called past what contains it
             info = homes[0]
         if info is not None:
             self.order[info] = None
         trace.enter(info)
+        return inputs
 
-    def _leave(self, module, _, output):
+    def _from_elsewhere(self, trace, module, args, kwargs):
+        "Give what other threads have made nodes of this one: each thread has numbers of its own."
+        others = [t for t in self.traces.values() if t is not trace]
+        if module is not self.model and any(t.running for t in others):
+            raise MixedPrecisionError(
+                f"{self._name(module)} is called in a thread of its own while the model's forward "
+                "pass runs in another, and layers have scales: call it in that one, or call "
+                "remove() before"
+            )
+        return _map_tensors(lambda t: t if t.grad_fn is None else t.view_as(t), (args, kwargs))
+
+    def _name(self, module):
+        return repr(next((k for k, m in self.model.named_modules() if m is module), ""))
+
+    def _leave(self, module, args, kwargs, output):
         trace = self._trace()
-        if not trace.running or not trace.leave():  # the hooks were put on while it ran
+        if not trace.running:  # the hooks were put on while it ran
             return None
-        nodes: list[Any] = []
+        trace.modules[module] = None
+        if not trace.leave():
+            if isinstance(output, Tensor):  # as it mostly is
+                trace.made.append(weakref.ref(output))
+            else:
+                _map_tensors(lambda t: trace.made.append(weakref.ref(t)) or t, output)
+            return None
+        _map_tensors(partial(self._check_view, trace, module), (args, kwargs))
+        stay = self._stay(trace, (args, kwargs))
+        nodes: list[Any] = [t.grad_fn for t in stay]
         _map_tensors(lambda t: nodes.append(t.grad_fn) or t, output)
         self._walk(trace, nodes, trace.begun, hooked=False)
+        for t in stay:
+            self._let_out(trace, t)
         return _map_tensors(partial(self._let_out, trace), output)
+
+    def _check_view(self, trace, module, t):
+        node = t._base.grad_fn if t._is_view() and t._base is not None else None
+        if node and node._sequence_nr() >= trace.begun and _scale_of(trace.owner(node)) != 1:
+            raise MixedPrecisionError(
+                f"{self._name(module)} has a scale and writes into a view, where nothing tells its "
+                "gradient from that of the whole: expected inplace=False"
+            )
+        return t
+
+    def _stay(self, trace, inputs):
+        "What was made in this call and is held from outside, besides the output."
+        stay = [t for ref in trace.made if (t := ref()) is not None]
+        for m in trace.modules:
+            stay += _kept(m)
+        _map_tensors(lambda t: stay.append(t) or t, inputs)  # written in place
+        trace.made, trace.modules = [], {}
+        new = {id(t): t for t in stay if t.grad_fn is not None}
+        return [t for t in new.values() if trace.begun <= t.grad_fn._sequence_nr() < _LEAF]
 
     def _let_out(self, trace, t):
         "Put a node outside of all layers behind `t`, if it comes out of one."
-        scale = 1.0 if t.grad_fn is None else _scale_of(trace.owner(t.grad_fn))
-        if scale == 1:
+        if t.grad_fn is None:
             return t
-        outlet = _Outlet.apply(t, scale)
-        outlet.grad_fn.metadata[_HOOKED] = True
-        return outlet
+        scale = _scale_of(trace.owner(t.grad_fn))
+        if scale != 1:
+            if torch._C._are_functorch_transforms_active():
+                raise MixedPrecisionError(_SECOND.format("a transform of torch.func"))
+            if t._is_view():  # what it is a view of is of no concern
+                t = _Outlet.apply(t, scale)
+            else:  # whoever holds it has it from outside
+                with torch.autograd._unsafe_preserve_version_counter(t):
+                    t = _Outlet.apply(t, scale, True)
+            if t.grad_fn is None:
+                return t
+            t.grad_fn.metadata[_HOOKED] = True
+        t.grad_fn.metadata[_THREAD] = threading.get_ident()
+        return t
+
+    def _is_foreign(self, node):
+        "Whether another thread has let `node` out: its gradient is the true one."
+        if len(self.traces) < 2:
+            return False
+        me = threading.get_ident()
+        return node.metadata.get(_THREAD, me) != me
 
     def cover(self, tensors: Iterable[Tensor]) -> None:
         self._walk(self._trace(), [t.grad_fn for t in tensors], 0, hooked=True)
@@ -370,7 +487,7 @@ class _Hooks:
         seen, todo = set(), [n for n in nodes if n is not None]
         while todo:
             node = todo.pop()
-            if node in seen or not begun <= node._sequence_nr() < _LEAF:
+            if node in seen or not begun <= node._sequence_nr() < _LEAF or self._is_foreign(node):
                 continue
             seen.add(node)
             nexts = [n for n, _ in node.next_functions]
@@ -380,19 +497,22 @@ class _Hooks:
 
     def _hook(self, trace, node, nexts):
         owner = trace.owner(node)
-        if owner is None and self.observe is None and all(not trace.owner(n) for n in nexts if n):
+        targets = [None if n is None or self._is_foreign(n) else trace.owner(n) for n in nexts]
+        if owner is None and self.observe is None and not any(targets):
             return  # most nodes of a model with few scaled layers
-        if isinstance(node, _RECOMPUTED) and _scale_of(owner) != 1:
+        if owner is not None and isinstance(node, _RECOMPUTED) and _scale_of(owner) != 1:
             raise MixedPrecisionError(
                 f"{owner.layer_name!r} has a scale, and inside it a checkpoint that runs its own "
                 "backward pass: expected checkpoint(..., use_reentrant=False)"
             )
-        edges = [n and self._edge(n, owner, trace.owner(n)) for n in nexts]
+        edges: list[tuple[float, Any] | None] = [
+            n and self._edge(n, owner, to) for n, to in zip(nexts, targets, strict=True)
+        ]
         hooks: list[Callable] = []
         if self.observe is not None and owner is not None:
             hooks.append(partial(self.observe, owner))
         if owner in self.bare:
-            watched = [i for i, n in enumerate(nexts) if n and trace.owner(n) is not owner]
+            watched = [i for i, n in enumerate(nexts) if n and targets[i] is not owner]
             hooks += [partial(self._watch, owner, watched)] if watched else []
         if any(edges):
             hooks.append(_Border(edges))
@@ -418,7 +538,8 @@ class LayerwiseGradientScaler:
     One iteration: `scale()`, forward and `backward` (any number of them), `unscale()`,
     `step(optimizer)` once for each optimizer. A layer whose gradients hold inf or nan backs off, a
     clean one grows; an optimizer steps only when all gradients are finite. Of nested layers the
-    innermost one's scale holds.
+    innermost one's scale holds. `LossScaler(layers=…)` calls these verbs itself. A step of the
+    search of `auto` takes 5 to 50 times as long as a plain one; there are `auto_steps` of them.
     Raises: TypeError, ValueError for settings without sense; MixedPrecisionError for calls out of
     order, and for what cannot be scaled layer by layer.
     Sync: `unscale` reads from the device, once.
@@ -447,11 +568,11 @@ class LayerwiseGradientScaler:
             raise ValueError(f"`growth_factor` is {growth_factor!r}: expected a number above 1")
         if _check_positive("`backoff_factor`", backoff_factor) >= 1:
             raise ValueError(f"`backoff_factor` is {backoff_factor!r}: expected a number below 1")
-        _check_steps("growth_interval", growth_interval)
-        _check_steps("auto_steps", auto_steps)
+        auto_steps = _check_steps("auto_steps", auto_steps)
         self.model, self.min_scale, self.max_scale = model, low, high
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.growth_interval, self.dtype = growth_interval, NumberFormat.of(dtype).dtype
+        self.growth_interval = _check_steps("growth_interval", growth_interval)
+        self.dtype = NumberFormat.of(dtype).dtype
         self.auto_steps_left = auto_steps if auto else 0
         self._infos = [
             LayerInfo(name, m, scales.get(name, 1.0), scale_layer=auto or name in scales)
@@ -461,6 +582,7 @@ class LayerwiseGradientScaler:
         self._hooks = _Hooks(model, self._scaled)
         self._counts: dict[LayerInfo, Tensor] = {}  # auto: histograms of exponents
         self._is_scaling, self._is_finite, self._stepped = False, None, []
+        self._has_noticed = False
 
     def scale(self) -> None:
         "Begin an iteration: from here on the layers of every forward pass have their scales."
@@ -470,9 +592,24 @@ class LayerwiseGradientScaler:
     def begin(self) -> None:
         "Begin an iteration whose forward passes say themselves when they run, by `listening`."
         self._is_scaling, self._is_finite, self._stepped = True, None, []
+        self._notice_half()
         self._counts = {}
         self._hooks.observe = self._observe if self.auto_steps_left else None
         self._hooks.is_new = True
+
+    def _notice_half(self):
+        "Tell once that the gradients of a bare 16-bit model are rounded when they leave a layer."
+        if self._has_noticed:
+            return
+        self._has_noticed = True
+        bare = [p for p in self._hooks.half if p.grad_dtype == p.dtype]
+        if bare:
+            logging.getLogger("mixedfp").warning(
+                f"{len(bare)} parameters of layers with scales have gradients in "
+                f"{bare[0].dtype}: what a scale has saved flushes to zero there, when it is taken "
+                "off. Train 32-bit masters, with_masters(model, optimizer), or allow gradients in "
+                "32 bits, p.grad_dtype = torch.float32"
+            )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -500,17 +637,20 @@ class LayerwiseGradientScaler:
     ) -> Tensor:  # the same
         """Make the backward pass of `loss` right where it uses what is no output of the model.
 
-        Needed where a module stores an activation (or a hook does) and the loss is made from that;
-        never wrong. Costs about as much as the walk after a forward pass.
+        What a module or a hook has kept of a module's output, or in an attribute, is right anyway;
+        other tensors that a forward pass made are not, nor are views. `LossScaler(layers=…)` covers
+        every loss. Never wrong; costs about as much as the walk after a forward pass.
         """
         if self._is_scaling:
             self._hooks.cover([loss])
         return loss
 
-    def unscale(self) -> bool:  # whether all gradients are finite
+    def unscale(self) -> bool:  # whether all gradients of parameters are finite
         """End the backward passes: take the hooks off, and see which layers' gradients overflowed.
 
-        The gradients in `.grad` are the true ones already, in the unit of the loss. Sync: once.
+        The gradients in `.grad` are the true ones already, in the unit of the loss. The answer is
+        theirs alone, so processes that have averaged them agree; an overflow inside a layer without
+        parameters makes that layer's scale back off, in the process that saw it. Sync: once.
         """
         if not self._is_scaling:
             raise MixedPrecisionError("unscale() before scale(): expected scale(), then a backward")
@@ -519,14 +659,14 @@ class LayerwiseGradientScaler:
             self._is_finite = True  # a plain step
             return True
         owners, largest = self._owners(), self._hooks.largest
-        params = [p for p in owners if p.grad is not None]
-        said = are_finite([p.grad for p in params] + [t for _, t in largest])
-        layers = [owners[p] for p in params] + [[info] for info, _ in largest]
+        grads = {p: p.grad for p in owners if p.grad is not None}
+        said = are_finite([*grads.values(), *(t for _, t in largest)])
+        layers = [owners[p] for p in grads] + [[info] for info, _ in largest]
         found = {info for infos, ok in zip(layers, said, strict=True) if not ok for info in infos}
         for info in self._infos:
             info.found_inf_or_nan = info in found
         self._hooks.largest = []
-        self._is_finite = all(said)
+        self._is_finite = all(said[: len(grads)])  # what no parameter shows has done no harm
         return self._is_finite
 
     def remove(self) -> None:
@@ -582,7 +722,7 @@ class LayerwiseGradientScaler:
                 if own is not None and own.scale_layer:
                     around.setdefault(child, own)
             for p in m.parameters(recurse=False):
-                owners.setdefault(p, []).extend({info, own} - {None})
+                owners.setdefault(p, []).extend(o for o in {info, own} if o is not None)
         return owners
 
     def _others_are_finite(self, optimizer):

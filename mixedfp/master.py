@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['norm_types', 'norm_bias_ids', 'split_bn_bias', 'get_master', 'model_g2master_g', 'master2model', 'own_storage',
-           'widen_grad', 'check_dense', 'FlatGrads', 'Unit', 'Stretch', 'MasterParams']
+           'widen_grad', 'check_dense', 'FlatGrads', 'Unit', 'Stretch', 'check_has_weights', 'MasterParams',
+           'masters_of', 'check_initialized', 'check_free']
 
 # %% ../nbs/03_master.ipynb #de1cea2c
 import copy
@@ -18,9 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
-from .cast import check_dtype, compute_in_float, is_castable, model2half, notice_once
+from mixedfp.cast import (
+    check_dtype,
+    drop_casts,
+    find_kept,
+    is_castable,
+    model2half,
+    notice_once,
+    what_is_lost,
+)
 from .formats import MixedPrecisionError
 
 # %% ../nbs/03_master.ipynb #e2e7b955
@@ -149,7 +159,12 @@ def _unflatten(vector, like):
     "A view of `vector` with the shape of `like` and its order in memory."
     order = _memory_order(like)
     back = [order.index(d) for d in range(like.ndim)]
-    return vector.view([like.shape[d] for d in order]).permute(back)
+    view = vector.view([like.shape[d] for d in order]).permute(back)
+    if view.stride() != like.stride():  # of dimensions of size 1 any stride will do: the same
+        sizes = zip(like.shape, view.stride(), like.stride(), strict=True)
+        if all(n == 1 or a == b for n, a, b in sizes):
+            return view.as_strided(like.shape, like.stride())
+    return view
 
 # %% ../nbs/03_master.ipynb #8541c836
 def _split(vector, params):
@@ -185,13 +200,16 @@ def own_storage(
         return t.detach().clone()
 
 # %% ../nbs/03_master.ipynb #6513fe2b
+_get_grad = attrgetter("grad")  # of a parameter that has one
+
+
 def widen_grad(
     p: Tensor,  # with a gradient; its `grad_dtype` allows another dtype
     dtype: torch.dtype,  # of its master
 ) -> None:
     "Put the gradient of `p` into `dtype`. A sparse one is summed as its own dtype sums: to inf."
-    g = p.grad.coalesce() if p.grad.is_sparse else p.grad
-    p.grad = g.to(dtype)
+    g = _get_grad(p)
+    p.grad = (g.coalesce() if g.is_sparse else g).to(dtype)
 
 # %% ../nbs/03_master.ipynb #322c580f
 _SPARSE = (
@@ -227,7 +245,7 @@ class FlatGrads:
         params: list[Parameter],  # of the model, in the order of the vector
     ):
         self.vector, self.params = vector, params
-        self.is_there = False
+        self.is_there, self.places = False, {}
 
     @cached_property
     def whole(self) -> Tensor:
@@ -238,7 +256,21 @@ class FlatGrads:
     @cached_property
     def views(self) -> dict[Parameter, Tensor]:
         "Views of `whole`, one a parameter."
-        return dict(zip(self.params, _split(self.whole, self.params), strict=True))
+        views = dict(zip(self.params, _split(self.whole, self.params), strict=True))
+        # address, strides, offset: `p.grad.data = x` takes a view away, and so does `model.to`
+        self.places |= {
+            p: (v.data_ptr(), v.stride(), v.storage_offset()) for p, v in views.items()
+        }
+        return views
+
+    def put_back(
+        self,
+        params: Iterable[Parameter],  # whose views are to be where they belong
+    ) -> None:
+        "Lay views over the vector again that somebody has laid over other memory."
+        for p in params:
+            _, strides, offset = self.places[p]
+            self.views[p].data = self.whole.as_strided(self.views[p].shape, strides, offset)
 
     def clear(
         self,
@@ -260,11 +292,21 @@ class Unit:
         flat_grads: FlatGrads | None = None,  # flat: of these parameters, and maybe others
         part: slice = slice(None),  # flat: of the vector that those have
     ):
-        self.params, self.master, self.flat_grads, self.part = params, master, flat_grads, part
+        self.params, self.master, self.part = params, master, part
+        self._flat_grads = flat_grads
         self.weights = [master] if weights is None else weights
         self.is_flat = weights is not None
         self.shown = None  # the gradient that the master was seen with
-        self.stand_in, self._stretches = None, {}
+        self.left = None  # the parameters' gradients that `leave_grads` has left where they are
+        self._stretches = {}
+        self.stand_in: Any = None  # a few numbers in its place, for `OnePass`
+
+    @property
+    def flat_grads(self) -> FlatGrads:
+        "Flat: the gradients of its parameters, and maybe of others."
+        if self._flat_grads is None:
+            raise TypeError("a unit of one parameter has no vector of gradients")
+        return self._flat_grads
 
     @cached_property
     def grad(self) -> Tensor:
@@ -288,7 +330,10 @@ class Unit:
         elif not self.is_flat:
             self.master.grad = self._widen(self.params[0])
         else:
-            if any(map(is_not, grads, self.grads)):
+            if not self.has(grads):
+                if self._places != list(map(Tensor.data_ptr, self.grads)):
+                    grads = [g.detach() for g in grads if g is not None]
+                    self.flat_grads.put_back(self.params)
                 _gather(grads, self.grads)
                 for p, g in zip(self.params, self.grads, strict=True):
                     p.grad = g
@@ -296,11 +341,47 @@ class Unit:
             self.master.grad = self.grad
         self.shown = self.master.grad
 
-    def leave_grads(self) -> None:
+    @cached_property
+    def _places(self):
+        self.grads  # noqa: B018, the views are there, and their places with them
+        return [self.flat_grads.places[p][0] for p in self.params]
+
+    def has(
+        self,
+        grads: list[Tensor | None],  # of the parameters
+    ) -> bool:
+        "Whether these are what the master shows: flat, views of its gradient, where they belong."
+        if not self.is_flat:
+            return grads[0] is self.master.grad
+        is_ours = self.flat_grads.is_there and not any(map(is_not, grads, self.grads))
+        return is_ours and [g.data_ptr() for g in grads if g is not None] == self._places
+
+    def leave_grads(
+        self,
+        grads: list[Tensor] | None = None,  # the parameters', for `take_left`
+    ) -> None:
         "Leave the parameters' gradients where they are: the master shows none."
         self.master.grad = self.shown = None
+        self.left = grads
         if self.is_flat:
             self.flat_grads.vector.grad = None
+
+    def take_left(
+        self,
+        factor: Tensor | None,  # (), what they are to be multiplied with
+    ) -> None:
+        "Make the gradients that were left true; those that have come in their place are true."
+        left, self.left = self.left, None
+        now = [p.grad for p in self.params]
+        if left is None or all(a is b for a, b in zip(now, left, strict=True)):
+            self.take_grads(now)
+            if factor is not None:
+                self.grad.mul_(factor)
+            return
+        for p, g, was in zip(self.params, now, left, strict=True):
+            if g is not None and g is was:
+                g = g.to(self.master.dtype)
+                p.grad = g if factor is None else g * factor
 
     def _take_replaced(self, grads):
         "Take over what somebody has put into `master.grad`, if the parameters' are as shown."
@@ -323,9 +404,7 @@ class Unit:
 
     def has_taken(self) -> bool:
         "Flat: whether the parameters' gradients are the master's memory."
-        if not self.flat_grads.is_there:
-            return False
-        return not any(map(is_not, [p.grad for p in self.params], self.grads))
+        return self.has([p.grad for p in self.params])
 
     def stretches(
         self,
@@ -412,8 +491,8 @@ class Stretch:
         "The gradients in the order of the vector: where they are, if there is only one."
         if self.inside is not None:
             (p,) = self.params
-            return _flatten(p.grad.detach(), p)[self.inside]
-        grads = [p.grad for p in self.params]
+            return _flatten(_get_grad(p).detach(), p)[self.inside]
+        grads = list(map(_get_grad, self.params))
         dtypes = {g.dtype for g in grads}
         memory = lend(self, dtypes.pop() if len(dtypes) == 1 else self.master.dtype)
         if self.memory is not memory:
@@ -432,7 +511,7 @@ class Stretch:
     def give_back(self) -> None:
         "Write the masters into the model, rounded."
         if self.inside is None:
-            torch._foreach_copy_(self.params, self.weights)
+            torch._foreach_copy_([*self.params], self.weights)
             return
         out = self.out()
         if out is None:
@@ -441,6 +520,18 @@ class Stretch:
             out.copy_(self.master)
 
 # %% ../nbs/03_master.ipynb #fc2094a4
+def check_has_weights(
+    model: nn.Module,
+) -> None:
+    "Refuse a model on the meta device, before anything is changed. Raises: MixedPrecisionError."
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            raise MixedPrecisionError(
+                f"`{name}` is on the meta device: there are no weights yet to keep in 32 bits. "
+                "Give it some first, model.to_empty(device='cpu') and its initialization"
+            )
+
+
 def _layout(t):
     return t.device, t.stride()
 
@@ -506,11 +597,16 @@ class MasterParams:
         dtype: torch.dtype = torch.float16,  # of the model, except what stays in 32 bits
         flat: bool = False,  # lay the masters of each list out in one vector
         any_grads: bool = False,  # take gradients in any dtype: others put them there, or send them
+        keep_fp32: Any = (),  # what else stays in 32 bits, as in `model2half`
     ):
         self.model, self.dtype, self.flat = model, check_dtype(dtype), flat
-        self.any_grads, self.in_half = any_grads, set()
+        self.any_grads, self.in_half, self.keep_fp32 = any_grads, set(), keep_fp32
+        self._takes_any = False
+        self.is_away, self._left_forwards = False, []  # of a copy, see `Leaving`
         self._check(model)
+        find_kept(model, keep_fp32)  # raises before anything is changed
         params = [p for p in model.parameters() if is_castable(p)]
+        was_half = any(p.itemsize == 2 for p in params)
         buffers = [(m, k, b) for m in model.modules() for k, b in _castable_buffers(m)]
         self.master, self.param_dtype = {p: _make_master(p) for p in params}, {}
         if any(p.requires_grad and p.itemsize == 2 for p in params):  # a half model is to be whole
@@ -519,10 +615,10 @@ class MasterParams:
         for p in params:
             p.grad = None
         if dtype != torch.float32:
-            model2half(model, dtype)
+            model2half(model, dtype, keep_fp32)
         for p, g in zip(params, grads, strict=True):
             self._take_in(p, g)
-        self.buffers = {(m, k): _Buffer(b, m._buffers[k].dtype) for m, k, b in buffers}
+        self.buffers = {(m, k): _Buffer(b, m.get_buffer(k).dtype) for m, k, b in buffers}
         self.is_stepping = self.is_restored = False
         self.layouts, self.grads = {}, {}  # by optimizer; by parameter
         self._shown_as = {}  # the name of each parameter in the `state_dict` that had it last
@@ -532,6 +628,10 @@ class MasterParams:
             self._hooks.append(m.register_state_dict_post_hook(_ShowMasters(self)))
             self._hooks.append(m.register_load_state_dict_pre_hook(self._load))
             self._hooks.append(m.register_load_state_dict_post_hook(self._end_load))
+        for name, p in model.named_parameters():
+            self._say_overflow(name, p, self.master.get(p))
+        self._leaves_in_float = not was_half
+        self._let_leave()
 
     def _take_in(self, p, grad):
         master = self.master[p]
@@ -552,20 +652,31 @@ class MasterParams:
                 g, p.grad = p.grad, None
                 self._take_in(p, g)
 
+    def _say_overflow(self, name, p, full):
+        "Say that a weight is inf in float16; its master, and files, keep it. Sync: reads a number."
+        if p.dtype == torch.float16 and _shape(full) == p.shape and not full.is_meta:
+            if (full.detach().to(p.dtype).isinf() & full.detach().isfinite()).any():
+                notice_once(
+                    f"`{name}` holds values beyond float16's 65504: the model computes with inf "
+                    f"there. Use bfloat16, or keep_fp32=[{name!r}]"
+                )
+
     @staticmethod
     def of(
         model: nn.Module,
     ) -> "MasterParams | None":
         "The owner of `model`'s masters, if it has one."
-        shows = [h for h in model._state_dict_hooks.values() if isinstance(h, _ShowMasters)]
-        return next((h.masters for h in shows if h.masters.model is model), None)
+        masters = masters_of(model)
+        return masters if masters is not None and masters.model is model else None
 
     def _check(self, model):
+        check_initialized(model)
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError(
                 f"no parameter of {type(model).__name__} requires a gradient: nothing to train, "
                 "unfreeze it, or use model2half(model) to predict in 16 bits"
             )
+        check_has_weights(model)
         if self.flat and any(getattr(m, "sparse", False) is True for m in model.modules()):
             raise MixedPrecisionError(_SPARSE)
         if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
@@ -585,6 +696,33 @@ class MasterParams:
         """Be copied and pickled without the layout: a copy's views would be no views."""
         master = {p: Parameter(m.detach().clone()) for p, m in self.master.items()}
         return vars(self) | dict(master=master, layouts={}, grads={})
+
+    def __setstate__(self, state: dict) -> None:
+        """Come out of a copy or a pickle."""
+        vars(self).update(state)
+        self._let_leave()
+
+    def _let_leave(self):
+        "Have copies and pickles of the model be plain ones in 32 bits."
+        for part in _parts(self.model) if self._leaves_in_float and not self.is_restored else ():
+            vars(part).update(__deepcopy__=_DeepCopy(part), __reduce_ex__=_Reduce(part))
+
+    def leave(self) -> None:
+        "Make the model a plain one in 32 bits: it was copied, maybe without what trains it."
+        self._left_forwards = _remove_forward(self.model)
+        for m in self.model.modules():
+            _drop_hooks(m, self)
+        self.restore()
+        self.is_away = True
+
+    def come_back(self) -> None:
+        "Put the model into 16 bits again if it has left: what trains it was copied as well."
+        if not self.is_away:
+            return
+        forwards = self._left_forwards
+        self.__init__(self.model, self.dtype, self.flat, self.any_grads, self.keep_fp32)
+        for m, forward in forwards:
+            m.forward = forward
 
     @property
     def model_params(self) -> list[list[Parameter]]:
@@ -607,8 +745,22 @@ class MasterParams:
             for p in changed & set(self.master):
                 self._restore_dtypes(p)
 
+    def take_any_grads(self) -> None:
+        "Until `expect_grads`, let gradients of any dtype be put into `p.grad`: a step widens them."
+        if not (self.any_grads or self._takes_any):
+            self._takes_any = True
+            for p in self.master:
+                p.grad_dtype = None
+
+    def expect_grads(self) -> None:
+        "Have autograd add gradients up in 32 bits again: a backward pass comes next."
+        if self._takes_any:
+            self._takes_any = False
+            for p in self.master:
+                self._restore_dtypes(p)
+
     def _grad_dtype(self, p):
-        if self.any_grads or p in self.in_half:
+        if self.any_grads or self._takes_any or p in self.in_half:
             return None
         return _grad_dtype(self.master[p])
 
@@ -625,9 +777,11 @@ class MasterParams:
             p.grad = None if g is None else g.detach().to(dtype, copy=True)
         for m in self.model.modules():
             m._buffers |= {k: self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
-            if isinstance(m, ParametrizationList | nn.LocalResponseNorm):
-                compute_in_float(m, torch.float32)
+            drop_casts(m)
         self.is_restored = True
+        for part in _parts(self.model) if self._leaves_in_float else ():
+            for name in _LEAVING:
+                vars(part).pop(name, None)
         return self.model
 
     def _full_buffer(self, module, k, now):
@@ -667,7 +821,8 @@ class MasterParams:
         for m in self.model.modules():
             memo |= {id(b): b for b in m._buffers.values() if b is not None}
             memo |= {id(b): self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
-        twin = copy.deepcopy(self.model, memo)
+        twin = _copied_as_it_is(self.model, memo)
+        _remove_forward(twin)
         ids = {hook.id for hook in self._hooks}
         for m in twin.modules():
             for hooks in (
@@ -677,8 +832,8 @@ class MasterParams:
             ):
                 for k in ids & set(hooks):
                     del hooks[k]
-            if isinstance(m, ParametrizationList | nn.LocalResponseNorm):
-                compute_in_float(m, torch.float32)
+            _drop_hooks(m, self)
+            drop_casts(m)
         return twin
 
     def _is_laid_out(self, p):
@@ -801,9 +956,9 @@ class MasterParams:
             elif run[0].ndim == 0:  # a state of no dimension could be its own, or a step count
                 units += [Unit([p], self.master[p]) for p in run]
             else:
-                is_whole = part == slice(0, vector.numel())
+                is_whole = len(run) == len(params)  # a parameter without elements has an empty part
                 master = vector if is_whole else Parameter(vector.detach()[part])
-                weights = [self.master[p] for p in run]
+                weights: list[Tensor] = [self.master[p] for p in run]
                 units.append(Unit(run, master, weights, flat_grads, part))
         return units
 
@@ -818,12 +973,22 @@ class MasterParams:
             new = state_dict.get(prefix + k)
             if _shape(new) == (1,) and p is not None and p.ndim == 0:  # torch takes that, too
                 new = new[0]
-            if p in self.master and _shape(new) == p.shape:
+            if p is not None and p in self.master and _shape(new) == p.shape:
                 self.master[p].data.copy_(new)
-        for k, _ in _castable_buffers(module):
+                self._say_overflow(prefix + k, p, self.master[p])
+        for k, now in _castable_buffers(module):
             new, kept = state_dict.get(prefix + k), self.buffers.get((module, k))
             if kept is not None and _shape(new) == kept.full.shape:
+                if self._loading not in self._unfinished:
+                    self._keep_whole(prefix + k, now, new, kept)
                 kept.full = new.detach().to(kept.full.device, kept.full.dtype, copy=True)
+
+    def _keep_whole(self, name, now, new, kept):
+        "Widen a buffer that is about to be loaded with what its 16 bits would destroy."
+        why = what_is_lost(new, now.dtype) if now.itemsize == 2 < new.itemsize else None
+        if why is not None:
+            notice_once(f"`{name}` is loaded with {why}: it stays in float32")
+            now.data, kept.dtype = now.data.float(), torch.float32
 
     def _fits(self, module, state_dict):
         mine = module.state_dict()
@@ -857,6 +1022,170 @@ class MasterParams:
             return shown
         self._shown_as[p] = name
         return own_storage(full)
+
+# %% ../nbs/03_master.ipynb #leaving1
+_LEAVING = "__deepcopy__", "__reduce_ex__"
+
+
+def masters_of(
+    module: nn.Module,  # a model or a part of one
+) -> "MasterParams | None":
+    "The owner of the masters of `module`, if it has any."
+    shows = [h for h in module._state_dict_hooks.values() if isinstance(h, _ShowMasters)]
+    owners = [vars(h).get("masters") for h in shows]  # none in the middle of a copy
+    return next((o for o in owners if o is not None and "model" in vars(o)), None)
+
+
+def check_initialized(
+    model: nn.Module,
+) -> None:
+    "Refuse a model that has lazy layers still. Raises: MixedPrecisionError."
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    lazy = [name for name, t in tensors if is_lazy(t)]
+    if lazy:
+        raise MixedPrecisionError(
+            f"the shape of `{lazy[0]}` is not known yet: run a batch through the model first, "
+            "such as learn.model(learn.dls.one_batch()[0])"
+        )
+
+
+def check_free(
+    model: nn.Module,
+) -> None:
+    "Refuse a model that somebody else trains in 16 bits. Raises: MixedPrecisionError."
+    if any(masters_of(m) is not None for m in model.modules()):
+        raise MixedPrecisionError(
+            f"this {type(model).__name__} is in 16 bits already, with the masters of another "
+            "Learner or optimizer. Call to_fp32() of that Learner (restore() of that "
+            "MasterOptimizer) first: training goes on from its 32-bit weights"
+        )
+
+
+def _parts(model):
+    "What is copied: the model; where it is but a container of models, these as well."
+    has_forward = getattr(model.forward, "__func__", None) is not nn.Module.forward
+    return [model] if has_forward else [model, *vars(model).get("_modules", {}).values()]
+
+
+def _drop_hooks(module, masters):
+    "Take off the hooks of a trainer, which has another copy of the module, or none."
+    hooks = module._forward_pre_hooks
+    for k, hook in list(hooks.items()):
+        owner = getattr(hook, "__self__", hook)
+        if hasattr(hook, "stays_behind") or getattr(owner, "masters", None) is masters:
+            del hooks[k]
+
+
+def _remove_forward(model):
+    "Take off what trainers have put around forward passes; returns it with its modules."
+    places = [(m, vars(m).get("forward")) for m in model.modules()]  # a ModuleList has them inside
+    found = [(m, forward) for m, forward in places if hasattr(forward, "remove")]
+    for _, forward in found:
+        forward.remove()
+    return found
+
+
+class _as_it_is:
+    "In this block `model` is copied and pickled as any other module."
+
+    def __init__(self, model):
+        self.model = model
+
+    def __enter__(self):
+        self.off = {k: vars(self.model).pop(k) for k in _LEAVING if k in vars(self.model)}
+        return self.model
+
+    def __exit__(self, *error):
+        vars(self.model).update(self.off)
+
+
+def _copied_as_it_is(model, memo):
+    with _as_it_is(model):
+        return copy.deepcopy(model, memo)
+
+
+class _DeepCopy:
+    "How a model in 16 bits is copied: into a plain one in 32, whose weights are the masters."
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, memo):
+        asked: Any = sys._getframe(1).f_locals.get("x")
+        if getattr(asked, "_orig_mod", None) is self.model is not asked:  # `torch.compile` has none
+            make, args = asked.__reduce__()
+            twin = make(*copy.deepcopy(args, memo))
+        else:
+            twin = _copied_as_it_is(self.model, memo)
+            _leave(twin)
+        caller = sys._getframe(2)
+        if caller.f_code is AveragedModel.__init__.__code__:
+            average = caller.f_locals["self"]
+            average.update_parameters = _UpdateAverage(average)
+        return twin
+
+
+class _Reduce:
+    "How a model in 16 bits is pickled: so that a plain one in 32 comes out."
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, protocol):
+        with _as_it_is(self.model) as model:
+            make, args, state, *items = model.__reduce_ex__(protocol)
+            state = dict(state) if type(state) is dict else state
+        return make, args, state, *(*items, None, None)[:2], _set_state
+
+
+def _set_state(model, state):
+    model.__setstate__(state)
+    _leave(model)
+
+
+def _leave(model):
+    masters = masters_of(model)
+    if masters is not None and not masters.is_restored:
+        masters.leave()
+
+
+class _UpdateAverage:
+    "`AveragedModel.update_parameters`, which is shown the 32-bit weights of a 16-bit model."
+
+    def __init__(self, average):
+        self.average = average
+
+    def __call__(self, model):
+        masters = masters_of(getattr(model, "module", model))
+        shown = model if masters is None else _FullWeights(model, masters)
+        type(self.average).update_parameters(self.average, shown)
+
+
+class _FullWeights:
+    "The weights of a 16-bit model in 32 bits, what was written into it included."
+
+    def __init__(self, model, masters):
+        self.model, self.masters = model, masters
+
+    def parameters(self):
+        for p in self.model.parameters():
+            master = self.masters.master.get(p)
+            yield p if master is None else _whole(p.detach(), master.detach())
+
+    def buffers(self):
+        kept = {}
+        for (m, k), buffer in self.masters.buffers.items():
+            if (now := m._buffers.get(k)) is not None and now.shape == buffer.full.shape:
+                kept[id(now)] = buffer.full
+        for b in self.model.buffers():
+            yield _whole(b, kept[id(b)].to(b.device)) if id(b) in kept else b
+
+
+def _whole(now, full):
+    "`full` where `now` is what it rounds to, elsewhere `now`; without a look at the numbers."
+    if now.dtype == full.dtype:
+        return now
+    return torch.where(now == full.to(now.dtype), full, now.to(full.dtype))
 
 # %% ../nbs/03_master.ipynb #f582d63b
 class _Unfinished:
