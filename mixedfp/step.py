@@ -4,14 +4,20 @@
 
 # %% auto #0
 __all__ = ['LARGE', 'is_elementwise', 'check_elementwise', 'OptimizerOnMasters', 'used_once', 'HeldMasters', 'BufferKeeper',
-           'HalfForward', 'beyond_range', 'MixedStep']
+           'WrappedForward', 'BeforeForward', 'HalfForward', 'install_forward', 'remove_forward', 'beyond_range',
+           'Attached', 'MixedStep']
 
 # %% ../nbs/06_step.ipynb #7210814b
 import copy
+import inspect
+import math
+import random
 import traceback
+import types
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -22,25 +28,36 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from mixedfp.cast import (
     AttentionInFloat32,
     ComputeInFloat32,
+    FindEnd,
+    PromoteMixed,
     cast_floats,
     check_dtype,
     has_fp16_arithmetic,
+    is_about_dtypes,
     is_castable,
     map_tensors,
     notice_once,
     slow_attention,
+    stays_float,
     to_float,
 )
-from .distributed import average_over_ranks, renew_reducer, take_from_first
+from mixedfp.distributed import (
+    average_over_ranks,
+    renew_reducer,
+    start_averaging,
+    stop_averaging,
+    take_from_first,
+)
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .master import MasterParams, check_dense, own_storage
-from .onepass import NotElementwise, OnePass
-from .scaler import LossScaler, is_finite
+from .onepass import ABSENT, NotElementwise, OnePass
+from .scaler import LossScaler, check_flag, check_positive, is_finite
 
 # %% ../nbs/06_step.ipynb #5951a8ed
 def _core(opt):
@@ -56,10 +73,14 @@ def _get_lists(core):
     return core.param_lists
 
 
+def _groups(core):
+    "The dicts of hyper-parameters."
+    return core.param_groups if isinstance(core, torch.optim.Optimizer) else core.hypers
+
+
 def _get_hypers(core):
     "The names of the hyper-parameters of each group."
-    is_torch = isinstance(core, torch.optim.Optimizer)
-    return [set(group) for group in (core.param_groups if is_torch else core.hypers)]
+    return [set(group) for group in _groups(core)]
 
 
 def _keep_lists(core):
@@ -76,54 +97,311 @@ def _set_lists(core, lists):
         core.param_lists = lists
 
 # %% ../nbs/06_step.ipynb #e096b978
+# Kind and size of the gradients of a trial, one a step.
+_ANY, _SAME, _SOME = "random", "the same again", "zero in some tensors"
+_ACROSS, _ALONG = "orthogonal to the weights", "along the weights"
+_GRADS = [(_ANY, 1.0), (_ANY, 1.0), (_ANY, 0.1), (_ANY, 0.01), (_ACROSS, 1.0), (_ACROSS, 0.5)]
+_GRADS += [(_ACROSS, 1.0), (_ALONG, 1.0), (_ALONG, 0.3), (_ANY, 1e-6), (_ANY, 1e-6)]
+_GRADS += [(_ANY, 10.0), (_SAME, 1.0), (_SAME, 1.0), (_SAME, 1.0), (_SOME, 1.0)]
+_GRADS += [(_ACROSS, 0.1), (_ANY, 1.0), (_ANY, 0.3), (_ANY, 0.1)]
+_MOST = 100  # steps of a trial in which nothing moves
+_ALL_GROUPS = 8  # of more groups only the first of each kind is tried
+
+
 def is_elementwise(
     opt: Any,  # an optimizer of fastai or torch.optim; not changed
     device: str | torch.device = "cpu",  # where to try it
 ) -> bool:
-    "Whether `opt` updates a vector as it updates its pieces, found out by trying three steps."
-    rng = torch.Generator().manual_seed(0)
-    sizes = {(3, 4): 1.0, (5,): 1e-4, (2,): 1e4}  # far apart: norms will differ
-    weights = [size * torch.randn(dims, generator=rng) for dims, size in sizes.items()]
-    grads = [[torch.randn(w.shape, generator=rng) for w in weights] for _ in range(3)]
+    "Whether `opt` updates a vector as it updates its pieces, found out by trying it."
+    return _objection(opt, device) is None
 
-    def joined(tensors):
-        return [torch.cat([t.flatten() for t in tensors])]
 
+def _objection(opt, device):
+    "Why masters of `opt` may not lie in one vector, None if they may."
+    core = _core(opt)
+    inner = [v for v in vars(core).values() if isinstance(v, torch.optim.Optimizer)]
+    if inner:
+        return f"steps another optimizer ({type(inner[0]).__name__}), which would see no vector"
+    error = None
+    for init in (False, True) if core.state else (False,):
+        for dtype in (torch.float64, torch.float32):
+            try:
+                with _same_random_state(device):
+                    return _Trial(core, device, dtype, init).result()
+            except Exception as e:  # it wants matrices, or a closure, or no 64 bits
+                error = error or e
+    said = (str(error).splitlines() or [""])[0][:200]
+    return f"cannot step a vector in place of its parameters: {type(error).__name__}: {said}"
+
+
+@contextmanager
+def _same_random_state(device):
+    "Leave the random numbers as they are to those who come next."
+    device = torch.device(device)
+    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    state = random.getstate()
     try:
-        pieces = _try_steps(_core(opt), weights, grads, device)
-        vector = _try_steps(_core(opt), joined(weights), map(joined, grads), device)
-    except Exception:  # it wants matrices, or a closure: whatever it is, a vector will not do
-        return False
-    return torch.allclose(pieces, vector, rtol=1e-3, atol=1e-12)
+        with torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(state)
+
+# %% ../nbs/06_step.ipynb #7c1e05a2
+class _Trial:
+    """Copies of an optimizer: one steps small tensors, another the same numbers as a vector.
+
+    A third steps that vector with other gradients at its end, which the rest is not to notice.
+    """
+
+    sizes = {(2, 3, 2, 2): 1.0, (3, 4): 1e-4, (5,): 1e4, (2,): 1e-2}  # far apart: norms will differ
+
+    def __init__(self, core, device, dtype, init):
+        self.rng, self.device = torch.Generator().manual_seed(0), device
+        hypers = _groups(core)
+        self.which = _kinds(hypers)
+        self.given = [hypers[i] for i in self.which]
+        weights = [
+            [size * self._randn(dims, dtype) for dims, size in self.sizes.items()]
+            for _ in self.which
+        ]
+        self.pieces = [[Parameter(w.clone()) for w in ws] for ws in weights]
+        self.vectors, self.others = ([[Parameter(_joined(ws))] for ws in weights] for _ in "ab")
+        templates = _templates(core) if init else []
+        templates = [templates[i] if init else None for i in self.which]
+        self.probes = []
+        for lists in (self.pieces, self.vectors, self.others):
+            pairs = zip(lists, templates, strict=True)
+            state = {p: _state_like(p, *t) for ps, t in pairs if t is not None for p in ps}
+            groups = [{**group, "lr": 0.1} for group in self.given]
+            self.probes.append(_copy_over(core, lists, groups, state))
+        self.step, self.seen, self.kinds = _plain_step(core), [self._look()], []
+
+    def result(self):
+        self._try_all()
+        while len(self.kinds) < _MOST and not self._has_moved().all():
+            self._try_all()
+        moved = self._has_moved()
+        if not moved.all():
+            where = self._group(int(moved.int().argmin()))
+            return f"moved no weight{where} in {len(self.kinds)} steps of a trial"
+        found = self._difference()
+        return self._later() if found is None else found
+
+    def _later(self):
+        "What is found where the counts of steps are far on: beyond any warm-up."
+        for probe in self.probes:
+            for i, held in enumerate(_counters(probe)):
+                _advance(held, self.given[i] if i < len(self.given) else {}, len(self.kinds))
+        try:
+            self._try_all()
+        except Exception:  # a schedule of its own is at its end
+            return None
+        return self._difference()
+
+    def _try_all(self):
+        for kind, size in _GRADS:
+            self._try(kind, size)
+
+    def _try(self, kind, size):
+        self.kinds.append(kind)
+        for ps, (vector,), (other,) in zip(self.pieces, self.vectors, self.others, strict=True):
+            for i, p in enumerate(ps):
+                if kind != _SAME:
+                    p.grad = size * self._grad(p.detach(), kind, i)
+            vector.grad = _joined([p.grad for p in ps])  # before a step that may change gradients
+            other.grad = vector.grad.clone()
+            other.grad[-2:] = 3 * other.grad[-2:].flip(0) + size
+        for probe in self.probes:
+            self.step(probe)
+        self.seen.append(self._look())
+
+    def _randn(self, dims, dtype):
+        return torch.randn(dims, generator=self.rng, dtype=dtype).to(self.device)
+
+    def _grad(self, w, kind, i):
+        g = self._randn(w.shape, w.dtype)
+        if kind == _SOME and i % 2:
+            return torch.zeros_like(g)
+        if kind in (_ANY, _SOME):
+            return g
+        rows = w.reshape((1, -1) if w.ndim == 1 else (len(w), -1))
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
+        along = (g.view_as(rows) * rows).sum(1, keepdim=True)
+        if kind == _ACROSS:
+            return g - (along * rows).view_as(w)
+        return ((2 + along.abs()) * rows).view_as(w)
+
+    def _look(self):
+        "All weights by group: as pieces, as a vector, in one with other gradients at its end."
+        lists = self.pieces, self.vectors, self.others
+        return torch.stack([torch.stack([_joined(ps) for ps in groups]) for groups in lists])
+
+    def _has_moved(self):
+        return (self.seen[-1][0] != self.seen[0][0]).any(1)
+
+    def _difference(self):
+        "The first step in which the updates are further apart than roundings."
+        seen = torch.stack(self.seen)  # by step, which of three, group, element
+        seen = torch.where(seen.isfinite(), seen, torch.finfo(seen.dtype).max / 4)
+        updates = seen[1:] - seen[:-1]
+        sizes = [math.prod(dims) for dims in self.sizes]
+        apart, size, weight = (
+            torch.stack([part.amax(-1) for part in x.abs().split(sizes, -1)], -1)
+            for x in (updates[:, 0] - updates[:, 1], updates[:, 0], seen[:-1, 0])
+        )
+        bound = 1e-3 * size + 16 * torch.finfo(seen.dtype).eps * weight
+        is_over = (apart > bound).any(-1)
+        depends = (seen[1:, 1] != seen[1:, 2])[..., :-2].any(-1)
+        if not (is_over | depends).any():
+            return self._number_of_all()
+        step, group = (int(i) for i in (is_over | depends).nonzero()[0])
+        share = float((apart / size.clamp_min(1e-300)).nan_to_num(0)[step, group].max())
+        how = f"the updates were {share:.2g} times their size apart"
+        if not is_over[step, group]:
+            how = "an element was stepped by the gradients of others"
+        return (
+            "does not update a vector as it updates its pieces (it looks at whole layers): in step "
+            f"{step + 1} of a trial{self._group(group)}, with gradients that were "
+            f"{self.kinds[step]}, {how}"
+        )
+
+    def _number_of_all(self):
+        "A number that the optimizer keeps, and that depends on the gradients."
+        _, one, other = map(_numbers, self.probes)
+        names = [k for (k, a), (_, b) in zip(one, other, strict=False) if a != b and a == a]
+        return f"keeps a {names[0]!r} that looks at whole layers" if names else None
+
+    def _group(self, i):
+        return f" of group {self.which[i]}" if len(self.which) > 1 else ""
+
+# %% ../nbs/06_step.ipynb #7c1e05a3
+def _kinds(hypers):
+    "The indices of groups to be tried."
+    if len(hypers) <= _ALL_GROUPS:
+        return list(range(len(hypers)))
+    kinds = {}
+    for i, group in enumerate(hypers):
+        own = sorted((k, repr(v)) for k, v in group.items() if k not in ("params", "lr"))
+        kinds.setdefault(repr(own), i)
+    return list(kinds.values())
 
 
-def _try_steps(core, weights, grads, device):
-    "The weights, as one vector, after a step of a copy of `core` on each of `grads`."
-    params = [Parameter(w.to(device, copy=True)) for w in weights]
-    hypers = core.param_groups if isinstance(core, torch.optim.Optimizer) else core.hypers
-    probe = _copy_over(core, [params], [{**hypers[0], "lr": 0.1}])
-    for gs in grads:
-        for p, g in zip(params, gs, strict=True):
-            p.grad = g.to(device, copy=True)  # an L2 term may be added to it in place
-        type(core).step(probe)  # not `probe.step`: a scheduler may have bound that to `core`
-    return torch.cat([p.detach().flatten() for p in params])
+def _counters(core):
+    "Where an optimizer counts its steps: in its groups, itself and its states."
+    return [*_groups(core), vars(core), *core.state.values()]
+
+
+def _advance(held, given, n):
+    "Have the counts in `held`, which are near `n` and were not given, be thousands."
+    for k, v in held.items():
+        one = v.item() if isinstance(v, Tensor) and v.numel() == 1 else v
+        if type(one) in (int, float) and abs(one - n) <= 1 and given.get(k) != one:
+            held[k] = v - n + 4992  # soon a multiple of any usual interval
+
+
+def _numbers(core):
+    "All single numbers that an optimizer keeps."
+    return [
+        (k, v.item() if isinstance(v, Tensor) else v)
+        for held in _counters(core)
+        for k, v in held.items()
+        if type(v) in (int, float) or (isinstance(v, Tensor) and v.numel() == 1)
+    ]
+
+
+def _joined(tensors):
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def _plain_step(core):
+    "The step of the optimizer's class: without hooks, and not what a scheduler has bound to it."
+    step = type(core).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _with_state(core, params):
+    "The largest parameter and its state, if the optimizer has made one: it shows what is like it."
+    made = [p for p in params if core.state.get(p) and p.ndim > 0 and p.numel() > 0]
+    p = max(made, key=Tensor.numel, default=None)
+    return None if p is None else (p, core.state[p])
+
+
+def _templates(core):
+    "For each group what `_with_state` says; of a group of single numbers, what another group has."
+    lists = _get_lists(core)
+    found = [_with_state(core, ps) for ps in lists]
+    other = next((t for t in found if t is not None), None)
+    return [
+        other if t is None and any(core.state.get(p) for p in ps) else t
+        for t, ps in zip(found, lists, strict=True)
+    ]
+
+
+def _state_like(w, p, state):
+    "A state for `w` as that of `p` is, which its optimizer's `__init__` made: constant, or `p`."
+    return {k: _value_like(w, p, v) for k, v in state.items()}
+
+
+def _value_like(w, p, value):
+    if not isinstance(value, Tensor) or value.shape != p.shape or value.ndim == 0:
+        return _loose(value)
+    row = (0,) * (value.ndim - 1)
+    now, weights = value.detach()[row], p.detach()[row]
+    if now.any() and torch.equal(now.to(weights), weights):
+        return w.detach().clone()
+    dtype = w.dtype if value.is_floating_point() else value.dtype
+    return torch.full_like(w.detach(), now[0].item(), dtype=dtype)
 
 
 def _copy_over(core, lists, hypers, state=()):
     "A copy of an optimizer over other parameters, in other states, without hooks."
     probe = object.__new__(type(core))  # `copy.copy` of torch's would leave out what is its own
-    vars(probe).update(
-        {k: copy.copy(v) if isinstance(v, list) else v for k, v in vars(core).items()}
-    )
+    vars(probe).update({k: _loose(v) for k, v in vars(core).items() if k not in _OF_OPT})
     probe.state = defaultdict(dict, state)
     if isinstance(core, torch.optim.Optimizer):
         probe.param_groups = [
-            {**group, "params": ps} for group, ps in zip(hypers, lists, strict=True)
+            {k: ps if k == "params" else _loose(v) for k, v in group.items()}
+            for group, ps in zip(hypers, lists, strict=True)
         ]
         probe._optimizer_step_pre_hooks = probe._optimizer_step_post_hooks = {}
     else:
         probe.param_lists, probe.hypers = lists, hypers
     return probe
+
+
+# what a copy has of its own
+_OF_OPT = frozenset(
+    """state param_groups param_lists hypers
+    _optimizer_step_pre_hooks _optimizer_step_post_hooks""".split()
+)
+
+
+def _changes(held, now):
+    "What a step of a copy has changed in `now`, with what is in its place in `held`."
+    return {
+        k: (v, held.get(k, ABSENT))
+        for k, v in now.items()
+        if k != "params" and k not in _OF_OPT and _is_changed(held.get(k, ABSENT), v)
+    }
+
+
+def _is_changed(was, v):
+    if v is was:
+        return False
+    if isinstance(was, Tensor) and isinstance(v, Tensor):
+        return v.numel() > 1 or v._version > 0  # it is the copy by `_loose` until it is written
+    if type(v) is not type(was) or type(v) not in (list, dict, set):
+        return True
+    if type(v) is dict:
+        return v.keys() != was.keys() or any(v[k] is not was[k] for k in v)
+    return len(v) != len(was) or any(a is not b for a, b in zip(v, was, strict=True))
+
+
+def _loose(value):
+    "`value`, copied if it might be written in place: a count, a list."
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.numel() == 1 else value
+    return copy.copy(value) if type(value) in (list, dict, set) else value
 
 # %% ../nbs/06_step.ipynb #6f913993
 def check_elementwise(
@@ -131,11 +409,9 @@ def check_elementwise(
     device: str | torch.device = "cpu",  # where to try it
 ) -> None:
     "Try whether masters of `opt` may lie in one vector. Raises: MixedPrecisionError."
-    if not is_elementwise(opt, device):
-        raise MixedPrecisionError(
-            f"{_describe(opt)} does not update a vector as it updates its pieces (it looks at "
-            "whole layers): as one vector all would be one layer. Use flat_master=False"
-        )
+    objection = _objection(opt, device)
+    if objection is not None:
+        raise MixedPrecisionError(f"{_describe(opt)} {objection}. Use flat_master=False")
 
 
 def _describe(opt):
@@ -172,6 +448,9 @@ class OptimizerOnMasters:
     Raises: MixedPrecisionError if the masters are flat and `opt` is not element-wise.
     """
 
+    units: Any  # what `opt` steps while the masters are lent to it, else None
+    _rest: Any  # states of what is in no unit; while they are lent
+
     _same_in_both = frozenset(
         "hypers set_hyper set_hypers _set_hyper frozen_idx defaults cbs".split()
     )
@@ -188,8 +467,10 @@ class OptimizerOnMasters:
             check_elementwise(opt, next(iter(masters.master)).device)
         core = _core(opt)
         for p, s in core.state.items():  # made when `opt` was, over 16-bit parameters
-            core.state[p] = {k: to_float(v) for k, v in s.items()}
+            if isinstance(s, dict):  # some keep numbers of their own beside the parameters'
+                core.state[p] = {k: to_float(v) for k, v in s.items()}
         own = dict(opt=opt, masters=masters, scaler=scaler, held=HeldMasters(self))
+        every |= "slow_weights" in vars(opt)  # fastai's Lookahead moves what has no gradient, too
         own |= dict(every=every, units=None, unscaled=False, layers=None)
         own |= dict(_lists=None, _rest=None, _versions=[], _places=[])
         own |= dict(_held=[], _others=[], _seen=[], _noted={}, _pairs=None)
@@ -200,7 +481,7 @@ class OptimizerOnMasters:
         own |= dict(one_pass=OnePass(compiled) if masters.flat else None, large=[], waiting=[])
         own |= dict(left=None, may_wait=False, is_cleared=False)
         own |= dict(_stay_for=None, _stay=[])
-        own |= dict(found=None)  # above 0 where the step is to change nothing
+        own |= dict(_counted=[], found=None)  # above 0 where the step is to change nothing
         vars(self).update(own)
 
     def __repr__(self) -> str:
@@ -241,6 +522,7 @@ class OptimizerOnMasters:
         units = [u for group in groups for u in group]
         held = {p for u in units for p in u.params}
         lent = {u.master: u.join([state.get(p, {}) for p in u.params]) for u in units}
+        lent |= _of_nobody(state)
         self._rest = {p: s for p, s in state.items() if p not in held}
         self._lists, self.units = _keep_lists(core), units
         self._hold([p for u in units for p in u.params])
@@ -248,6 +530,7 @@ class OptimizerOnMasters:
         if self.one_pass is not None:
             self.large = [[u for u in group if _is_large(u)] for group in groups]
         self._put(core, [[u.master for u in group] for group in groups], lent)
+        _rename_inner_states(core, {p: u.master for u in units for p in u.params})
 
     def to_model(self) -> Any:  # the optimizer
         "Hand the optimizer the model's parameters, each with its own state."
@@ -257,11 +540,12 @@ class OptimizerOnMasters:
                 self.one_pass.take_back()
             core = _core(self.opt)
             lent = self._fold_slow_weights(_get_lists(core), core.state)
-            state = dict(self._rest)
+            state = self._rest | _of_nobody(lent)
             for u in self.units:
                 if lent.get(u.master):
                     state |= zip(u.params, u.split(lent[u.master]), strict=True)
             self._put(core, self._lists, state)
+            _rename_inner_states(core, {u.master: p for u in self.units for p in u.params})
             self.units = self._lists = self._rest = self._pairs = None
             self._held, self._others, self.large, self.taken = [], [], [], False
         return self.opt
@@ -280,17 +564,24 @@ class OptimizerOnMasters:
                     if p.grad is None:
                         p.grad = zeros.zero_()
             self.is_cleared = False
-        if self.waiting:
-            self.take_grads()
+        waiting, left, self.waiting, self.left = self.waiting, self.left, [], None
+        for u in waiting:  # maybe after an interrupt; others may have cleared some since
+            u.take_left(left)
 
     def note_weights(self) -> None:
         "Remember the model's weights as those that the masters belong to."
-        params = [p for ps in _get_lists(_core(self.opt)) for p in ps]
+        self.note_weights_of([p for ps in _get_lists(_core(self.opt)) for p in ps])
+
+    def note_weights_of(self, params: list[Parameter]) -> None:
+        "Remember the weights of these, if it is not known what they were."
         for p in params:
             self._noted.setdefault(p, (p._version, p.data_ptr()))
 
     def _hold(self, params):
         if len(params) != len(self._seen) or any(map(is_not, params, self._seen)):
+            if None not in self._versions:  # layers used in turn: each as the last step left it
+                now = zip(self._versions, self._places, strict=True)
+                self._noted.update(zip(self._seen, now, strict=True))
             known = [self._noted.get(p, (None, None)) for p in params]
             self._versions, self._places = (
                 map(list, zip(*known, strict=True)) if known else ([], [])
@@ -352,10 +643,9 @@ class OptimizerOnMasters:
             of_unit = list(islice(grads, len(u.params)))
             if id(u) in ids:
                 check_dense(of_unit)
+                u.leave_grads(of_unit)
             else:
                 u.take_grads(of_unit)
-        for u in to_wait:
-            u.leave_grads()
         self.waiting, self.taken = to_wait, direct
         if not to_wait:
             self.left = None
@@ -391,7 +681,7 @@ class OptimizerOnMasters:
         if not isinstance(core, torch.optim.Optimizer):
             return True
         hooks = [h for h in core._optimizer_step_pre_hooks.values() if not hasattr(h, "is_guard")]
-        hooks += core._optimizer_step_post_hooks
+        hooks += core._optimizer_step_post_hooks.values()
         hooks += [*_global_pre_hooks, *_global_post_hooks]
         special = "capturable", "differentiable"
         if next(iter(self.masters.master)).device.type != "cpu":
@@ -406,22 +696,54 @@ class OptimizerOnMasters:
         "Step the masters, and give their weights back to the model."
         if not (self.waiting or self.taken):
             self.take_grads()
-        if self._versions != self._see_params() or self._places != self._see_places():
-            self.to_model()
-            self.masters.adopt()  # somebody wrote weights into the model
-            self.take_grads()
-            self._versions, self._places = self._see_params(), self._see_places()
+        self.adopt_written()
         large = [] if args or not self._may_pass() else self._large_units()
+        if self.waiting and not large:  # a hook has come since, or a closure
+            self.take_grads()
+            if self.found is not None and self.found.item() > 0:
+                return None
+        if self.one_pass is not None and not large:
+            self.one_pass.take_back()
         rest = self.units
         self.masters.is_stepping = True
         try:
             if large and self._step_large(large):
                 rest = self._without(large)
-                return self._step_rest(large)
+                done = self._step_rest(large)
+                self._count()
+                return done
             return self.opt.step(*args)
         finally:
             self.taken = False  # from here on anybody may put others there
             self._give_back(rest)
+
+    def adopt_written(self) -> None:
+        "Take over what was written into the model's weights since the last step."
+        if not self.is_as_written():
+            self.to_model()
+            self.masters.adopt()
+            self.move_states()
+            self.take_grads()
+            self._versions, self._places = self._see_params(), self._see_places()
+            self._noted.clear()
+            self.note_weights_of(self._held + self._others)
+
+    def move_states(self) -> None:
+        "Move each state to the device of its parameter; step counts stay on the host."
+        core = _core(self.to_model())
+        lists = _get_lists(core)
+        groups = core.param_groups if isinstance(core, torch.optim.Optimizer) else [{}] * len(lists)
+        for group, ps in zip(groups, lists, strict=True):
+            all_move = group.get("capturable") or group.get("fused")
+            for p, state in ((p, core.state[p]) for p in ps if p in core.state):
+                for k, v in state.items():
+                    moves = all_move or k != "step" and getattr(v, "shape", None) == p.shape
+                    if moves and isinstance(v, Tensor) and v.device != p.device:
+                        state[k] = v.to(p.device)
+
+    def is_as_written(self) -> bool:
+        "Whether the model's weights are those that a step has given to it."
+        return self._versions == self._see_params() and self._places == self._see_places()
 
     def _step_large(self, large):
         "Step these units in one pass over memory each. False if that cannot be: nothing is done."
@@ -441,10 +763,21 @@ class OptimizerOnMasters:
     def _try_step(self, lists, state):
         "Step a copy of the optimizer over other parameters; returns their states."
         core = _core(self.opt)
-        is_torch = isinstance(core, torch.optim.Optimizer)
-        probe = _copy_over(core, lists, core.param_groups if is_torch else core.hypers, state)
+        probe = _copy_over(core, lists, _groups(core), state)
         type(core).step(probe)
+        pairs = [*zip(_groups(core), _groups(probe), strict=True), (vars(core), vars(probe))]
+        self._counted = [(held, _changes(held, now)) for held, now in pairs]
         return probe.state
+
+    def _count(self):
+        "Let the optimizer's groups count what the copy of it has counted, if no step of it has."
+        for held, changes in self._counted:
+            new = {k: v for k, (v, was) in changes.items() if held.get(k, ABSENT) is was}
+            if new and self.found is not None:
+                before = {k: held.get(k, ABSENT) for k in new}
+                self.one_pass.keep(held, before, self.found > 0)
+            held.update(new)
+        self._counted = []
 
     def _step_rest(self, large):
         "Have the optimizer itself step what is left."
@@ -498,6 +831,8 @@ class OptimizerOnMasters:
         self.unscaled = False
         if set_to_none is None:
             set_to_none = isinstance(_core(self.opt), torch.optim.Optimizer)
+        for u in self.waiting:
+            u.left = None
         self.waiting, self.left, self.found, self.taken = [], None, None, False
         if self.may_wait and not set_to_none and self.units is not None and not self.every:
             large = self._large_units()
@@ -507,8 +842,9 @@ class OptimizerOnMasters:
             return _zero_(
                 [u.master.grad for u in self._without(large) if u.master.grad is not None]
             )
-        if not set_to_none and self._is_current(self._see_grads()):
-            return _zero_([u.master.grad for u in self.units if u.master.grad is not None])
+        grads = self._see_grads()
+        if not set_to_none and self._is_current(grads):
+            return self._zero_units(iter(grads))
         for u in self.units or []:
             u.leave_grads()
         params = [p for ps in self._lists or _get_lists(_core(self.opt)) for p in ps]
@@ -517,6 +853,17 @@ class OptimizerOnMasters:
                 p.grad = None
         else:
             _zero_([p.grad for p in params if p.grad is not None])
+
+    def _zero_units(self, grads):
+        "Zero a unit's gradient as one; gradients that nobody has taken yet are not in it."
+        to_zero = []
+        for u in self.units:
+            of_unit = list(islice(grads, len(u.params)))
+            if u.master.grad is not None:
+                to_zero.append(u.master.grad)
+            if u.master.grad is None or not u.has(of_unit):
+                to_zero += [g for g in of_unit if g is not None]
+        _zero_(to_zero)
 
     def let_stay(
         self,
@@ -595,6 +942,8 @@ class OptimizerOnMasters:
         """
         state, core = dict(state_dict), _core(self.to_model())
         scale, layers = state.pop("loss_scale", None), state.pop("layer_scales", None)
+        if scale and self.scaler is not None:
+            self.scaler.check_state(scale)
         hypers, lists = _get_hypers(core), [list(ps) for ps in _get_lists(core)]
         before = [(o, dict(vars(o))) for o in (self.opt, core)]
         try:
@@ -631,6 +980,19 @@ class OptimizerOnMasters:
         finally:
             _set_lists(core, lists)
             core.state = defaultdict(dict, {model.get(m, m): s for m, s in core.state.items()})
+
+
+def _of_nobody(state):
+    "What an optimizer keeps in its state beside the parameters', such as a count of its own."
+    return {k: v for k, v in state.items() if not isinstance(k, Tensor)}
+
+
+def _rename_inner_states(core, names):
+    "Rename the parameters in the state of optimizers that are inside: Lookahead and SAM have one."
+    for inner in vars(core).values():
+        if isinstance(inner, torch.optim.Optimizer):
+            state = {names.get(p, p): s for p, s in inner.state.items()}
+            inner.state = defaultdict(dict, state)
 
 
 def _check_shapes(core):
@@ -716,10 +1078,10 @@ class BufferKeeper:
         self,
         model: nn.Module,  # whose buffers are kept
     ):
-        self.slots = [
-            (m, k) for m in model.modules() for k, b in m._buffers.items() if b is not None
-        ]
-        self.kept = [(None, 0, None)] * len(self.slots)  # buffer or None, its version, a copy
+        # those that are None as well: a forward pass may make them
+        self.slots = [(m, k) for m in model.modules() for k in m._buffers]
+        # buffer or None, its version, a copy
+        self.kept: list[tuple[Any, int, Any]] = [(None, 0, None)] * len(self.slots)
         self.is_pending = False
 
     def keep(self) -> None:
@@ -745,11 +1107,12 @@ class BufferKeeper:
         for i in self._touched() if self.is_pending else ():
             (m, k), (b, _, kept) = self.slots[i], self.kept[i]
             if where is not None:
-                if b is None or b is not m._buffers.get(k):
-                    continue
-                kept = torch.where(where > 0, kept, b)
+                now = m._buffers.get(k)
+                if b is None or now is None or (now.shape, now.dtype) != (b.shape, b.dtype):
+                    continue  # nobody here knows whether it is to change its kind
+                kept = torch.where(where > 0, kept, now.detach())
             m._buffers[k] = b if b is None else b.copy_(kept)
-            self.kept[i] = b, b if b is None else b._version, kept
+            self.kept[i] = b, 0 if b is None else b._version, kept
         self.is_pending = False
 
     def _touched(self):
@@ -763,12 +1126,177 @@ class BufferKeeper:
         "Accept what was written."
         self.is_pending = False
 
-# %% ../nbs/06_step.ipynb #bb8ed7ef
-class HalfForward:
-    """The forward pass of a 16-bit model: what a CPU is slow at in 16 bits is computed in float32.
+# %% ../nbs/06_step.ipynb #8ea15fdb
+class WrappedForward:
+    """What stands in `model.forward`: to who looks at it, it is the model's own.
 
-    In float16 all products, where there is no fp16 arithmetic; in bfloat16 attention. It stands in
-    `model.forward`: a mode that is entered here is left here, whatever is raised.
+    It has its signature, name and code; and as `__func__` it is a function of model and inputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+    ):
+        self.model, self.inner = model, vars(model).get("forward")
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+    ) -> "WrappedForward | None":
+        "What stands in `model.forward`, if it is one of these."
+        forward = vars(model).get("forward")
+        return forward if isinstance(forward, cls) else None
+
+    def _own(self, *args, **kwargs):
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Any:
+        "The forward pass that this one stands for."
+        if self.inner is not None:
+            return self.inner
+        return types.MethodType(type(self.model).forward, self.model)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        "That of the model's own forward."
+        return inspect.signature(self.__wrapped__)
+
+    @property
+    def __self__(self) -> nn.Module:
+        "The model, as if this were a method of it."
+        return self.model
+
+    @property
+    def __func__(self) -> Callable:
+        "This as a function of model and inputs, for who binds it anew."
+
+        def forward(model, /, *args, **kwargs):
+            return self.over(model)(*args, **kwargs)
+
+        own = self.__signature__
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])
+        return forward
+
+    def over(
+        self,
+        model: nn.Module,  # this one's, or a copy of it
+    ) -> Any:
+        "The same around the forward pass of `model`."
+        if model is self.model:
+            return self
+        new = copy.copy(self)
+        new.model = model
+        return new
+
+    def __getattr__(self, name):
+        "Show the code, the name and the defaults of the forward pass that this one stands for."
+        if "model" not in vars(self) or name in ("__deepcopy__", "__set_name__"):
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    def remove(self) -> None:
+        "Give the model its own forward back."
+        if vars(self.model).get("forward") is not self:
+            return
+        if self.inner is None:
+            del self.model.forward
+        else:
+            self.model.forward = self.inner
+
+    def __getstate__(self) -> dict:
+        """Be copied and pickled without what `torch.compile` has made: no copy can have it."""
+        is_compiled = hasattr(self.model, "_orig_mod")
+        return vars(self) | dict(inner=None if is_compiled else self.inner)
+
+# %% ../nbs/06_step.ipynb #bb8ed7ef
+class BeforeForward:
+    """Random state, buffers and modules' attributes as they are before a forward pass.
+
+    After the first pass only random state and the buffers that it has written into.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+    ):
+        self.modules, self.device = list(model.modules()), _device_of(model)
+        self.slots = [(m, k) for m in self.modules for k, b in m._buffers.items() if b is not None]
+        self.buffers, self.copies = [], []
+        self.is_first = True
+
+    @torch.no_grad()
+    def look(self) -> None:
+        "Take everything down."
+        self.rng = [torch.get_rng_state()]
+        if self.device.type in ("cuda", "xpu"):
+            self.rng.append(torch.get_device_module(self.device).get_rng_state(self.device))
+        now = [m._buffers.get(k) for m, k in self.slots]
+        if len(now) != len(self.buffers) or any(map(is_not, now, self.buffers)):
+            self.buffers, self.copies = now, [None if b is None else b.clone() for b in now]
+        elif any(b is not None for b in now):
+            torch._foreach_copy_(
+                [c for c in self.copies if c is not None], [b for b in now if b is not None]
+            )
+        if self.is_first:
+            self.versions = [None if b is None else b._version for b in now]
+            self.attributes = [dict(vars(m)) for m in self.modules]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        "Bring it back, but for what was written in place into tensors that are no buffers."
+        torch.set_rng_state(self.rng[0])
+        if len(self.rng) > 1:
+            torch.get_device_module(self.device).set_rng_state(self.rng[1], self.device)
+        if self.is_first:
+            for m, attributes in zip(self.modules, self.attributes, strict=True):
+                vars(m).clear()
+                vars(m).update(attributes)
+        for (m, k), b, kept in zip(self.slots, self.buffers, self.copies, strict=True):
+            m._buffers[k] = b
+            if b is not None and kept is not None and not torch.equal(b, kept):
+                b.copy_(kept)
+
+    def end(self) -> None:
+        "From now on take down what may change: kernels do not count what they write into norms."
+        if not self.is_first:
+            return
+        was = zip(self.slots, self.buffers, self.versions, strict=True)
+        self.slots = [
+            (m, k)
+            for (m, k), b, version in was
+            if m._buffers.get(k) is not b
+            or (b is not None and b._version != version)
+            or (m.training and stays_float(m))
+        ]
+        self.buffers, self.copies, self.attributes = [], [], []
+        self.is_first = False
+
+
+def _device_of(model):
+    p = next(model.parameters(), None)
+    return torch.device("cpu") if p is None else p.device
+
+
+def _can_go_back(device):
+    "Not inside of `torch.func`, a trace or a CUDA graph."
+    if torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+# %% ../nbs/06_step.ipynb #fb24a043
+class HalfForward(WrappedForward):
+    """The forward pass of a 16-bit model, which is called with 32-bit tensors and returns such.
+
+    It stands in `model.forward`, with the signature of what it stands for. Inputs are cast to
+    `dtype` (but keyword arguments named `...label...`), 16-bit outputs to float32.
+    `torch.autocast` is entered inside where the model needs it. What a CPU is slow at in 16 bits
+    is computed in float32: in float16 all products, where there is no fp16 arithmetic; in bfloat16
+    attention. Modes that are entered here are left here, whatever is raised.
     """
 
     def __init__(
@@ -776,34 +1304,28 @@ class HalfForward:
         model: nn.Module,  # in 16 bits
         native: bool = False,  # use PyTorch's 16-bit kernels on any device
         layers: LayerwiseGradientScaler | None = None,  # whose scales the backward pass is to have
-        dtype: torch.dtype = torch.float16,  # of the model
+        dtype: torch.dtype = torch.float16,  # of the model; float32: nothing is cast
     ):
-        self.model, self.native, self.inner = model, native, vars(model).get("forward")
-        self.layers, self.dtype = layers, dtype
-        self.attends = None  # whether the model calls attention; None: not known yet
+        super().__init__(model)
+        self.native, self.layers, self.dtype = native, layers, dtype
+        self.look_again()
 
-    @staticmethod
-    def is_needed(
-        model: nn.Module,
-        dtype: torch.dtype,  # that it has, or will have
-        native: bool = False,  # whether PyTorch's 16-bit kernels are wanted on any device
-    ) -> bool:
-        "Whether the forward pass of a model where it is now differs from PyTorch's."
-        if dtype == torch.float16:
-            return True
-        p = next(model.parameters(), None)
-        return p is not None and not native and slow_attention(p.device, dtype) > 0
-
-    def __getstate__(self) -> dict:
-        """Be copied and pickled without what `torch.compile` has made: no copy can have it."""
-        is_compiled = hasattr(self.model, "_orig_mod")
-        return vars(self) | dict(inner=None if is_compiled else self.inner)
+    def look_again(self) -> None:
+        "Find out anew what the model needs: it may have changed."
+        self.attends = None  # whether it calls attention; None: not known yet
+        self.needs = {}  # why autocast is entered, for each kind of call; None: it is not
+        self.before = {}  # what brings the model back, for each kind of call
+        self.is_inside = False  # of a call that finds something out
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
+        if self.dtype == torch.float32:
+            return self._compute(args, kwargs)
+        args, inputs = cast_floats((args, kwargs), self.dtype)
+        if any("label" in k for k in kwargs):  # targets: a loss inside the model is in 32 bits
+            inputs = {k: kwargs[k] if "label" in k else v for k, v in inputs.items()}
         try:
-            with nullcontext() if self.layers is None else self.layers.listening():
-                return self._forward(*args, **kwargs)
+            return to_float(self._compute_as_needed(args, inputs))
         except RuntimeError as e:
             if "without overflow" not in str(e) or self.dtype != torch.float16:
                 raise
@@ -812,37 +1334,54 @@ class HalfForward:
                 "torch.finfo(x.dtype).min (or .max) instead, or train in bfloat16 with to_bf16()"
             ) from e
 
-    def _forward(self, *args, **kwargs):
-        forward = self.inner or type(self.model).forward.__get__(self.model)
-        device = next(self.model.parameters()).device
-        if self.native or device.type != "cpu":
-            return forward(*args, **kwargs)
-        if self.dtype != torch.float16:
-            return self._forward_with_attention(forward, args, kwargs)
-        return self._forward_on_cpu(forward, args, kwargs)
+    def _compute(self, args, kwargs, need=None, find=None):
+        with nullcontext() if self.layers is None else self.layers.listening():
+            if need is None:
+                return self._forward(args, kwargs, find)
+            device_type = _device_of(self.model).type
+            with torch.autocast(device_type, self.dtype):
+                return self._forward(args, kwargs, find, PromoteMixed(need == "sigmoid"))
 
-    def _forward_with_attention(self, forward, args, kwargs):
+    def _is_half_on_cpu(self):
+        "Whether products may have to be computed in float32 and rounded."
+        if self.native or self.dtype != torch.float16 or torch.compiler.is_exporting():
+            return False
+        return _device_of(self.model).type == "cpu"
+
+    def _forward(self, *inputs):
+        if self._is_half_on_cpu() and not has_fp16_arithmetic("cpu"):
+            notice_once(
+                "this CPU has no fp16 arithmetic: float16 products are computed in float32 and "
+                "rounded to float16, at about float32's speed. to_bf16() is faster where the CPU "
+                "has bfloat16; native=True uses PyTorch's own, slow kernels"
+            )
+            with ComputeInFloat32():
+                return self._forward_as_it_is(*inputs)
+        if self.dtype != torch.bfloat16 or self.native or _device_of(self.model).type != "cpu":
+            return self._forward_as_it_is(*inputs)
+        return self._forward_with_attention(*inputs)
+
+    def _forward_as_it_is(self, args, kwargs, find=None, promote=None):
+        if find is None and promote is None:
+            return self._own(*args, **kwargs)
+        nothing = nullcontext()  # what is entered last sees each function first
+        with nothing if find is None else find, nothing if promote is None else promote:
+            return self._own(*args, **kwargs)
+
+    def _forward_with_attention(self, *inputs):
         is_compiled = torch.compiler.is_compiling() or hasattr(self.model, "_orig_mod")
         is_plain = is_compiled or self.attends is False or not torch.is_grad_enabled()
         if is_plain or not slow_attention("cpu", self.dtype):
-            return forward(*args, **kwargs)
+            return self._forward_as_it_is(*inputs)
         with AttentionInFloat32() as mode:
-            out = forward(*args, **kwargs)
+            out = self._forward_as_it_is(*inputs)
         if self.attends is None:  # a mode costs a convolutional network 1 % of a step
             self.attends = mode.is_used
         return out
 
     @torch._disable_dynamo  # it would trace the mode anew at each call; `torch.compiler.disable`
-    def _forward_on_cpu(self, forward, args, kwargs):  # imports the compiler to be imported itself
-        if has_fp16_arithmetic("cpu"):
-            return forward(*args, **kwargs)
-        notice_once(
-            "this CPU has no fp16 arithmetic: float16 products are computed in float32 and rounded "
-            "to float16, at about float32's speed. to_bf16() is faster where the CPU has bfloat16; "
-            "native=True uses PyTorch's own, slow kernels"
-        )
-        with ComputeInFloat32():
-            return forward(*args, **kwargs)
+    def _compute_outside_of_dynamo(self, *inputs):  # imports the compiler to be imported itself
+        return self._compute_as_needed(*inputs)
 
     def _where(self, error):
         "The innermost module of the model that `error` passed through."
@@ -854,14 +1393,108 @@ class HalfForward:
         inside = [m for m in modules if id(m) in names]
         return f"{names[id(inside[-1])]} ({type(inside[-1]).__name__})" if inside else "the model"
 
-    def remove(self) -> None:
-        "Give the model its own forward back."
-        if vars(self.model).get("forward") is not self:
-            return
-        if self.inner is None:
-            del self.model.forward
-        else:
-            self.model.forward = self.inner
+    def _compute_as_needed(self, args, kwargs):
+        "Compute the forward pass; again, under autocast, if the model turns out to need that."
+        kind = (self.model.training, len(args), *kwargs)
+        need = self.needs.get(kind)
+        if torch.compiler.is_compiling():
+            if self._is_half_on_cpu():
+                return self._compute_outside_of_dynamo(args, kwargs)
+            # nobody can go back; what was not found out before is safe under autocast
+            return self._compute(args, kwargs, need if kind in self.needs else "types")
+        if need is not None or self.is_inside:
+            return self._compute(args, kwargs, need)
+        before = self._look_before(kind)
+        self.is_inside = True
+        try:
+            need, out = self._find_out(before, args, kwargs)
+        finally:
+            self.is_inside = False
+        if before is not None:
+            before.end()
+            self.needs[kind] = need
+        return out
+
+    def _look_before(self, kind):
+        "What is needed to go back to where the model is now; None where one cannot."
+        if not _can_go_back(_device_of(self.model)):
+            return None
+        before = self.before.get(kind)
+        if before is None:
+            before = self.before[kind] = BeforeForward(self.model)
+        before.look()
+        return before
+
+    def _find_out(self, before, args, kwargs):
+        "Why the model needs autocast, None if it does not; and what it returns."
+        error, need = None, None
+        try:
+            while True:
+                is_new = before is not None and (before.is_first or need is not None)
+                find = FindEnd() if is_new else None
+                try:
+                    out = self._compute(args, kwargs, need, find)
+                    more = None if find is None else find.kind(out)
+                except (RuntimeError, ValueError) as e:
+                    if error is not None:
+                        raise error from None
+                    if need is not None or not is_about_dtypes(e):
+                        raise
+                    error, more = e, "types"
+                if more in (None, need):
+                    break
+                out, need = None, more
+                if before is not None:
+                    before.restore()
+            if error is not None:
+                self._notice(error)
+        finally:
+            error = None  # its traceback holds what the forward pass has kept
+        if need is None and find is not None and find.is_in_the_way:
+            out = None
+            if before is not None:
+                before.restore()
+            out = self._compute(args, kwargs)
+        return need, out
+
+    def _notice(self, error):
+        notice_once(
+            f"in {self._where(error)} numbers of 32 and of 16 bits meet ({error}): the model is "
+            "computed under torch.autocast from now on. A tensor that is created with "
+            "dtype=x.dtype is in 16 bits from the start"
+        )
+
+    def __getstate__(self) -> dict:
+        """Be copied and pickled without what brings another model back."""
+        return super().__getstate__() | dict(before={})
+
+# %% ../nbs/06_step.ipynb #8560e22b
+def install_forward(
+    model: nn.Module,  # whose parameters are about to be, or are, in `dtype`
+    dtype: torch.dtype,
+    native: bool = False,  # use PyTorch's 16-bit kernels on any device
+) -> None:
+    "Have `model`, or the modules in it if it only holds them, called with 32-bit tensors."
+    for m in _called(model) if dtype != torch.float32 else ():
+        if HalfForward.of(m) is None:
+            m.forward = HalfForward(m, native, dtype=dtype)
+
+
+def remove_forward(
+    model: nn.Module,
+) -> None:
+    "Give `model` its own forward back."
+    for m in _called(model):
+        forward = HalfForward.of(m)
+        if forward is not None:
+            forward.remove()
+
+
+def _called(model):
+    "The modules that somebody calls: a ModuleList has no forward pass of its own."
+    if "forward" in vars(model) or type(model).forward is not nn.Module.forward:
+        return [model]
+    return [called for m in model.children() for called in _called(m)]
 
 # %% ../nbs/06_step.ipynb #77a00c05
 def beyond_range(
@@ -885,6 +1518,19 @@ def beyond_range(
             )
     return None
 
+# %% ../nbs/06_step.ipynb #8ff7c5aa
+@dataclass(eq=False)
+class Attached:
+    "A model under mixed precision, and what belongs to it from `attach` to `detach`."
+
+    masters: MasterParams
+    buffers: BufferKeeper  # of the model as it is now: made anew at each `attach`
+    layers: LayerwiseGradientScaler | None = None  # where layers have scales
+    forward: HalfForward | None = None  # where the model's own forward pass needs help
+    ddp: DistributedDataParallel | None = None  # where it is trained through one
+    ddp_hook: RemovableHandle | None = None  # by which that still sends its buffers
+    opt: OptimizerOnMasters | None = None  # from `hold` on
+
 # %% ../nbs/06_step.ipynb #ed217296
 class MixedStep:
     """All that mixed precision does with a batch, in the order in which it happens.
@@ -904,23 +1550,83 @@ class MixedStep:
         native: bool = False,  # PyTorch's 16-bit kernels also where a CPU is slow at them
         layer_scales: Mapping[str, float] | str | None = None,  # by layer, or 'auto'
         compiled: bool | None = None,  # flat: how large vectors are stepped, see `OnePass`
+        keep_fp32: Any = (),  # what else stays in 32 bits, as in `model2half`
     ):
-        self.dtype, self.flat_master, self.native = check_dtype(dtype), flat_master, native
-        if isinstance(layer_scales, str) and layer_scales != "auto":
-            raise ValueError(
-                f"`layer_scales` is {layer_scales!r}: expected a dict of layers' names and scales, "
-                "'auto' or None"
-            )
-        self.layer_scales, self.layers = layer_scales, None
+        self.dtype = check_dtype(dtype)
+        self.flat_master = check_flag("flat_master", flat_master)
+        self.native = check_flag("native", native)
+        self.layer_scales = _check_layer_scales(layer_scales)
+        if not isinstance(scaler, LossScaler | None):
+            raise TypeError(f"`scaler` is {scaler!r}: expected a mixedfp.scaler.LossScaler or None")
+        self.keep_fp32 = keep_fp32
+        if getattr(scaler, "layers", None) is not None:
+            raise ValueError("`scaler` has `layers` of its own: give their scales as layer_scales=")
         self.scaler = LossScaler(enabled=dtype == torch.float16) if scaler is None else scaler
-        self.masters = self.opt = self.buffers = self.forward = self.loss = self.ddp = None
+        self._attached: Attached | None = None
+        self.loss: Tensor | None = None  # the true one, from `scale` to `update`
         self._inputs, self._check_inputs = None, True
         self._is_scaled, self._used_scale, self._n_set = False, 1.0, 0
         self._has_warned = False
         # Flat: nobody looks at gradients between `scale` and the end of `step`, so large vectors'
         # stay in 16 bits where they are, until the step's one pass takes and unscales them.
-        self.compiled, self.direct = compiled, False
+        self.compiled, self.direct = check_flag("compiled", compiled, or_none=True), False
         self.on_device = None  # let the device alone decide on a skip; default where it is no CPU
+
+    @property
+    def is_attached(self) -> bool:
+        "Whether there is a model, and masters of it."
+        return self._attached is not None
+
+    @property
+    def has_opt(self) -> bool:
+        "Whether an optimizer steps the masters."
+        return self._attached is not None and self._attached.opt is not None
+
+    def _get_attached(self):
+        if self._attached is None:
+            raise MixedPrecisionError("no model is attached: call `attach` first")
+        return self._attached
+
+    @property
+    def masters(self) -> MasterParams:
+        "Both copies of the weights. Raises: MixedPrecisionError before `attach`."
+        return self._get_attached().masters
+
+    @property
+    def buffers(self) -> BufferKeeper:
+        "What a skipped step takes back. Raises: MixedPrecisionError before `attach`."
+        return self._get_attached().buffers
+
+    @property
+    def opt(self) -> OptimizerOnMasters:
+        "The optimizer that steps the masters. Raises: MixedPrecisionError before `hold`."
+        opt = self._get_attached().opt
+        if opt is None:
+            raise MixedPrecisionError("no optimizer steps the masters: call `hold` first")
+        return opt
+
+    @property
+    def layers(self) -> LayerwiseGradientScaler | None:
+        "The scales of layers, where the attached model has any."
+        return self._attached.layers if self._attached is not None else None
+
+    @property
+    def forward(self) -> HalfForward | None:
+        "What stands in the attached model's forward pass, where it needs help."
+        return self._attached.forward if self._attached is not None else None
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        "What the attached model is trained through, where there are several processes."
+        return self._attached.ddp if self._attached is not None else None
+
+    def __setstate__(self, state: dict) -> None:
+        """Come out of a copy or a pickle, in which the model may have gone back to 32 bits."""
+        vars(self).update(state)
+        if self._attached is not None and self.masters.is_away:
+            self.masters.come_back()
+            self._attached.buffers = BufferKeeper(self.masters.model)
+            self.masters.after_load = self.buffers.keep_again
 
     def attach(
         self,
@@ -930,48 +1636,52 @@ class MixedStep:
         ddp = model if isinstance(model, DistributedDataParallel) else None
         called = model if ddp is None else ddp.module
         model = getattr(called, "_orig_mod", called)  # of what `torch.compile` returns
-        if self.masters is not None and not self._is_attached_to(model):
+        if self._attached is not None and not self._is_attached_to(model):
             self.detach()
-        if self.masters is None:
-            self.layers = self._make_layers(model)
-            self.masters = MasterParams(model, self.dtype, self.flat_master)
+        if self._attached is None:
+            layers = self._make_layers(model)
+            masters = MasterParams(
+                model, self.dtype, self.flat_master, keep_fp32=self.keep_fp32
+            )
+            it = self._attached = Attached(masters, BufferKeeper(model), layers)
         else:
-            if self.opt is not None:
-                self.opt.to_model()
-            self.masters.adopt()
-        is_needed = self.layers is not None or HalfForward.is_needed(model, self.dtype, self.native)
+            it = self._attached
+            if it.opt is not None:
+                it.opt.to_model()
+            it.masters.adopt()
+        is_needed = it.layers is not None or self.dtype != torch.float32
         if is_needed and not self._has_forward(called):
-            forward = HalfForward(called, self.native, self.layers, self.dtype)
-            called.forward = self.forward = forward
-        if self.forward is not None:
-            self.forward.attends = None  # the model may have changed
-        if ddp is not self.ddp:
-            self._share_with(ddp)
-        self.buffers = BufferKeeper(model)  # a forward pass may have made new ones
-        self.masters.after_load = self.buffers.keep_again
+            called.forward = it.forward = HalfForward(called, self.native, it.layers, self.dtype)
+        if it.forward is not None:
+            it.forward.look_again()
+        if ddp is not it.ddp:
+            self._share_with(it, ddp)
+        it.buffers = BufferKeeper(model)  # a forward pass may have made new ones
+        it.masters.after_load = it.buffers.keep_again
         self._check_inputs = True
 
     def _make_layers(self, model):
         if self.layer_scales is None:
             return None
-        is_auto = self.layer_scales == "auto"
-        scales = {} if is_auto else self.layer_scales
-        return LayerwiseGradientScaler(model, scales, auto=is_auto, dtype=self.dtype)
+        if isinstance(self.layer_scales, str):
+            return LayerwiseGradientScaler(model, {}, auto=True, dtype=self.dtype)
+        return LayerwiseGradientScaler(model, self.layer_scales, dtype=self.dtype)
 
     def _has_forward(self, called):
         if self.forward is None or not hasattr(called, "_orig_mod"):
             return self.forward is not None
         return vars(called).get("forward") is self.forward  # a copy is compiled anew, without it
 
-    def _share_with(self, ddp):
+    def _share_with(self, it, ddp):
         "Leave to `ddp` all but the averaging: it would average before gradients are in 32 bits."
-        if self.ddp is not None:
-            self.ddp.require_backward_grad_sync = True
+        if it.ddp is not None:
+            start_averaging(it.ddp, it.ddp_hook)
+            it.ddp_hook = None
         if ddp is not None:
-            ddp.require_backward_grad_sync = False
-            take_from_first(self.masters.master.values(), ddp.process_group)
-            self.masters.give_back()
-        self.ddp = ddp
+            it.ddp_hook = stop_averaging(ddp)
+            take_from_first(it.masters.master.values(), ddp.process_group)
+            it.masters.give_back()
+        it.ddp = ddp
 
     def _is_attached_to(self, model):
         floats = {p for p in model.parameters() if is_castable(p)}
@@ -984,31 +1694,43 @@ class MixedStep:
         "Make `opt` step the masters. Raises: MixedPrecisionError if it cannot."
         if isinstance(opt, OptimizerOnMasters):
             opt = opt.to_model()
-        if self.opt is None or self.opt.opt is not opt or self.opt.masters is not self.masters:
-            if self.opt is not None:
-                self.opt.to_model()
-            self.opt = OptimizerOnMasters(opt, self.masters, self.scaler, compiled=self.compiled)
-        self.opt.layers = self.layers
-        lists = [list(ps) for ps in _get_lists(_core(self.opt.to_model()))]
-        self.masters.lay_out(lists, self.opt)
-        self.opt.note_weights()
-        return self.opt
+        it = self._get_attached()
+        held = it.opt
+        if held is None or held.opt is not opt:
+            held = it.opt = self._take_over(it.opt, opt)
+        held.layers = it.layers
+        lists = [list(ps) for ps in _get_lists(_core(held.to_model()))]
+        held.move_states()
+        it.masters.lay_out(lists, held)
+        held.note_weights()
+        return held
+
+    def _take_over(self, before, opt):
+        if before is not None:
+            before.to_model()
+        held = OptimizerOnMasters(opt, self.masters, self.scaler, compiled=self.compiled)
+        if before is not None:
+            held.unscaled = before.unscaled  # the gradients are the same
+        elif self.scaler.is_enabled():  # the first loss scales what is there by then
+            grads = [p.grad for ps in _get_lists(_core(opt)) for p in ps]
+            held.unscaled = any(g is not None for g in grads)
+        return held
 
     def detach(self) -> None:
         "Give model and optimizer back in 32 bits: the weights are the masters, bit for bit."
-        if self.masters is None:
+        it = self._attached
+        if it is None:
             return
-        if self.opt is not None:
-            if self._is_scaled and not self.opt.unscaled:  # called off in between
-                self.opt.rescale(1 / float(self._used_scale))
-            self.opt.release()
-        if self.forward is not None:
-            self.forward.remove()
-        self.masters.restore()
-        ddp = self.ddp
-        self._share_with(None)
-        self.masters = self.opt = self.buffers = self.forward = self.loss = self._inputs = None
-        self.layers = None
+        if it.opt is not None:
+            if self._is_scaled and not it.opt.unscaled:  # called off in between
+                it.opt.rescale(1 / float(self._used_scale))
+            it.opt.release()
+        if it.forward is not None:
+            it.forward.remove()
+        it.masters.restore()
+        ddp = it.ddp
+        self._share_with(it, None)
+        self._attached = self.loss = self._inputs = None
         if ddp is not None:
             renew_reducer(ddp)
 
@@ -1018,23 +1740,23 @@ class MixedStep:
         self,
         inputs: Any,  # tensors in any nesting
         training: bool = False,  # whether a step may follow
-    ) -> Any:  # the same nesting, floating-point tensors in `dtype`
-        "Cast a batch's inputs, and note what a skipped step has to take back."
+    ) -> Any:  # the same: the model's forward pass casts them
+        "Look at a batch's inputs, and note what a skipped step has to take back."
         if training and self.scaler.is_enabled():
             self.buffers.keep()
         if training and self.layers is not None and not self.layers.is_scaling:
             self.layers.begin()
         if self.dtype == torch.float32:
             return inputs
-        self._inputs = inputs, cast_floats(inputs, self.dtype)
+        self._inputs = inputs
         if self._check_inputs:
             self._check_range()
-        return self._inputs[1]
+        return inputs
 
     def _check_range(self):
         self._check_inputs = False
         if self.dtype == torch.float16 and not self._has_warned:
-            message = beyond_range(*self._inputs)
+            message = beyond_range(self._inputs, cast_floats(self._inputs, self.dtype))
             if message is not None:
                 notice_once(message)
                 self._has_warned = True
@@ -1043,7 +1765,7 @@ class MixedStep:
         self,
         pred: Any,  # what the model returned
     ) -> Any:  # the same, 16-bit tensors in float32
-        "Cast predictions so that the loss is computed in 32 bits."
+        "See to it that predictions are in 32 bits, if the model's forward pass was exchanged."
         return pred if self.dtype == torch.float32 else to_float(pred)
 
     def scale(
@@ -1058,11 +1780,13 @@ class MixedStep:
         self._used_scale = self.scaler.current_scale()
         self._n_set = self.scaler.n_set
         self.scaler.forget(self.opt.held)
+        self.opt.found = None
         self.loss, self._is_scaled = loss, self.scaler.is_enabled()
         self.opt.let_stay(loss if self._is_direct() else None)
         if self.layers is not None:
             self.layers.cover(loss)
-        return self.scaler.scale(loss)
+        scaled: Any = self.scaler.scale(loss)
+        return scaled
 
     def unscale(self) -> bool:  # whether they are all finite: else `skip`
         "Take the gradients to the masters, unscale and check them. Sync: one number, if scaled."
@@ -1097,13 +1821,19 @@ class MixedStep:
         if self._is_scaled and not self.opt.unscaled and self._n_set != self.scaler.n_set:
             now, self._n_set = self.scaler.current_scale(), self.scaler.n_set
             self.opt.rescale(float(now) / float(self._used_scale))
+            self.scaler.are_at_scale()
             self._used_scale = now
 
     def step(self) -> None:
         "Step the masters, and give their weights back to the model."
         self.opt.step()
+        self._end_verdict()
+
+    def _end_verdict(self):
+        "Take buffers back where the device found an overflow: of this iteration, and of no other."
         if self.opt.found is not None:
             self.buffers.take_back(self.opt.found)
+            self.opt.found = None
 
     def skip(self) -> None:
         "Undo the batch: buffers get the bits they had before it; nothing else has changed yet."
@@ -1120,6 +1850,7 @@ class MixedStep:
 
     def update(self) -> None:
         "Let the loss scale follow. Raises: MixedPrecisionError after too many skips in a row."
+        self._end_verdict()  # a trainer may have called the optimizer's own step
         self.buffers.let_go()
         if self.layers is not None and not self.layers.is_scaling:
             self.layers.update()
@@ -1132,3 +1863,17 @@ class MixedStep:
         except MixedPrecisionError:
             self.opt.zero_grad(set_to_none=True)  # the next fit starts clean
             raise
+
+
+def _check_layer_scales(scales):
+    "Check what can be checked without a model. Raises: TypeError, ValueError."
+    if isinstance(scales, Mapping):
+        for name, scale in scales.items():
+            check_positive(f"layer_scales[{name!r}]", scale)
+    elif scales is not None and scales != "auto":
+        error = ValueError if isinstance(scales, str) else TypeError
+        raise error(
+            f"`layer_scales` is {scales!r}: expected a dict of layers' names and scales, "
+            "'auto' or None"
+        )
+    return scales
