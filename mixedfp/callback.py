@@ -6,18 +6,23 @@
 __all__ = ['mixed_precision', 'MixedPrecision']
 
 # %% ../nbs/10_callback.ipynb #c9437061
-from collections.abc import Mapping
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from fastai.callback.core import Callback, CancelFitException, CancelStepException
 from fastai.callback.fp16 import MixedPrecision as AutocastMixedPrecision
+from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
 from .formats import MixedPrecisionError
-from .scaler import LossScaler, check_positive
+from .master import check_free
+from .scaler import LossScaler, check_flag, check_positive
 from .step import MixedStep
 
 # %% ../nbs/10_callback.ipynb #4d08b21a
@@ -33,6 +38,51 @@ def _looks_at_grads(cb):
     if kind.__call__ is not Callback.__call__ or kind.__getattr__ is not Callback.__getattr__:
         return True
     return any(event in vars(cb) or hasattr(kind, event) for event in _WITH_GRADS)
+
+
+class _OnMasters(partial):
+    "Makes optimizers on masters; to `learn.summary()` it is the function that was given."
+
+    def __repr__(self):
+        return repr(self.args[0])
+
+
+class _OneLearner:
+    "Refuses that a second Learner trains a model which another one holds in 16 bits."
+
+    stays_behind = True  # when the model is copied
+
+    def __init__(self, cb=None):
+        self.cb = weakref.ref(cb) if cb is not None else lambda: None
+
+    def __call__(self, module, args):
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        cb, other = self.cb(), _calling_learner(sys._getframe(1))
+        if cb is not None and other is not None and cb.learn not in (None, other):
+            raise MixedPrecisionError(
+                f"the model is in {cb.mixed.dtype} for another Learner, which holds its 32-bit "
+                "weights: call to_fp32() of that Learner first, and then to_fp16() or to_bf16() "
+                "of this one"
+            )
+
+    def __reduce__(self):
+        return _OneLearner, ()
+
+
+def _calling_learner(frame):
+    "The Learner whose batch calls the model."
+    for _ in range(8):
+        if frame is None:
+            return None
+        if frame.f_code.co_name in ("_do_one_batch", "one_batch"):
+            caller = frame.f_locals.get("self")
+            return caller if isinstance(caller, Learner) else None
+        frame = frame.f_back
+    return None
+
+
+_OTHERS = (AutocastMixedPrecision, NonNativeMixedPrecision)
 
 
 class MixedPrecision(Callback):
@@ -65,27 +115,40 @@ class MixedPrecision(Callback):
         | str
         | None = None,  # scales of layers, by name, on top of the loss scale; or 'auto'
         compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
+        keep_fp32: type
+        | str
+        | Iterable[type | str] = (),  # stays in 32 bits: module types; names, globs over names
     ):
         scaler = LossScaler(
-            init_scale=check_positive(
-                "loss_scale", loss_scale if init_scale is None else init_scale
-            ),
+            init_scale=_first_scale(loss_scale, init_scale),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
-            enabled=enabled and dtype == torch.float16,
+            enabled=check_flag("enabled", enabled) and dtype == torch.float16,
             dynamic=dynamic,
             min_scale=min_scale,
             max_scale=max_scale,
             max_skips=max_skips,
         )
-        self.mixed = MixedStep(dtype, flat_master, scaler, native, layer_scales, compiled)
+        self.mixed = MixedStep(
+            dtype, flat_master, scaler, native, layer_scales, compiled, keep_fp32
+        )
+
+    def __repr__(self) -> str:
+        """Show what matters."""
+        parts = [str(self.mixed.dtype), f"flat_master={self.mixed.flat_master}"]
+        if self.mixed.scaler.is_enabled():
+            parts.append(f"loss_scale={self.loss_scale:g}, skipped={self.n_skipped}")
+        if self.mixed.keep_fp32:
+            parts.append(f"keep_fp32={self.mixed.keep_fp32!r}")
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     # `add_cb` sets the learner, `remove_cb` sets None: then the model is to be in 32 bits again
     @property
-    def learn(self) -> Learner | None:
+    def learn(self) -> Learner:  # None outside of one, but nobody calls it there
         "The learner that this is a callback of."
-        return vars(self).get("_learn")
+        found: Any = vars(self).get("_learn")
+        return found
 
     @learn.setter
     def learn(self, learn):
@@ -103,21 +166,32 @@ class MixedPrecision(Callback):
                 "the loss of a GANLearner calls generator and critic by itself, outside of the "
                 "model's forward pass, where nothing casts their inputs: train it in 32 bits"
             )
-        is_new = self.mixed.masters is None
+        is_new = not self.mixed.is_attached
+        others = [cb for cb in self.learn.cbs if cb is not self]
+        if is_new and not any(isinstance(cb, MixedPrecision) for cb in others):
+            check_free(self.model)
         try:
-            self.mixed.attach(self.learn.model)
+            self.mixed.attach(self.model)
             self._hold()
+            self._guard()
         except Exception:
             self._detach()  # what cannot be trained in 16 bits is left in 32
             raise
         if is_new:
             self._reset_states()
 
+    def _guard(self):
+        "Be told of other Learners that train the model."
+        hooks = self.learn.model._forward_pre_hooks.values()
+        if self.mixed.dtype != torch.float32 and not any(isinstance(h, _OneLearner) for h in hooks):
+            self.learn.model.register_forward_pre_hook(_OneLearner(self))
+
     def _hold(self):
         opt_func = self.learn.opt_func
         if callable(opt_func) and not self._is_ours(opt_func):
             lr = {k: v for k, v in getattr(opt_func, "keywords", {}).items() if k == "lr"}
-            self.learn.opt_func = partial(self._make_opt, opt_func, **lr)  # fastai looks for its lr
+            # fastai looks for its lr
+            self.learn.opt_func = _OnMasters(self._make_opt, opt_func, **lr)
         if self.learn.opt is None:
             self.learn.create_opt()  # a checkpoint loaded before the first fit is to find masters
         self.learn.opt = self.mixed.hold(self.learn.opt)
@@ -132,9 +206,14 @@ class MixedPrecision(Callback):
     def _detach(self):
         if self._is_ours(self.learn.opt_func):
             self.learn.opt_func = self.learn.opt_func.args[0]
-        if self.mixed.opt is not None and self.learn.opt is self.mixed.opt:
+        if self.mixed.has_opt and self.learn.opt is self.mixed.opt:
             self.learn.opt = self.mixed.opt.to_model()
-        if self.mixed.masters is not None:
+        for m in self.learn.model.modules():  # the model may be inside of another one by now
+            hooks = m._forward_pre_hooks
+            for k in [k for k, hook in hooks.items() if isinstance(hook, _OneLearner)]:
+                if hooks[k].cb() in (self, None):
+                    del hooks[k]
+        if self.mixed.is_attached:
             self.mixed.detach()
             self._reset_states()
 
@@ -150,27 +229,45 @@ class MixedPrecision(Callback):
 
     def before_fit(self):
         "Take over what was done to model and optimizer since."
+        for cb in self.learn.cbs:
+            if isinstance(cb, _OTHERS):
+                raise MixedPrecisionError(
+                    f"this Learner has fastai's {type(cb).__name__}, too: remove one of the two, "
+                    f"learn.remove_cb(learn.{cb.name}) or learn.to_fp32()"
+                )
         self._attach()
         self._last_loss, self._was_finite = None, True
 
     def before_train(self):
         "Take over what other callbacks did to the model since the last epoch."
-        self.mixed.attach(self.learn.model)
+        self.mixed.attach(self.model)
+        if self._is_watched():
+            self.mixed.masters.take_any_grads()
 
     def before_batch(self):
-        "Cast the inputs."
-        if self.learn.opt is not self.mixed.opt:  # made anew in the middle of a fit
+        "Look at the inputs, which stay as they are: the model's forward pass casts them."
+        if not self.mixed.has_opt or self.learn.opt is not self.mixed.opt:  # made anew in a fit
             self._hold()
         self.learn.xb = self.mixed.cast(self.xb, self.training)
 
     def after_pred(self):
-        "Cast the predictions back: the loss is computed in 32 bits."
+        "See to it that predictions are in 32 bits, and with them the loss."
         self.learn.pred = self.mixed.uncast(self.pred)
 
     def before_backward(self):
         "Scale the loss."
         self.mixed.direct = not self._is_watched()
+        self.mixed.masters.expect_grads()
         self.learn.loss_grad = self.mixed.scale(self.loss_grad)
+        if not self.mixed.direct and self.learn.loss_grad.requires_grad:
+            # weak: autograd would never let go of it
+            me: Any = weakref.WeakMethod(self._after_this_backward)
+            self.learn.loss_grad.register_hook(lambda grad: me()(grad))
+
+    def _after_this_backward(self, grad):
+        "As the backward pass begins: at its end others may put gradients of any dtype there."
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self.mixed.masters.take_any_grads)
 
     def _is_watched(self):
         "Whether somebody may look at gradients on their way: then all are 32-bit and unscaled."
@@ -187,11 +284,11 @@ class MixedPrecision(Callback):
 
     def _pass_over_overflow(self):
         # it will be skipped: it must not make nan of the mean loss, nor end the fit; a second may
-        loss, is_finite = self.learn.loss.detach(), self.learn.loss.detach().isfinite()
+        loss, is_finite = self.loss.detach(), self.loss.detach().isfinite()
         if self._last_loss is not None and self._last_loss.shape == loss.shape:
             is_shown = is_finite | ~self._was_finite
             self.learn.loss = torch.where(is_shown, loss, self._last_loss)
-        self._last_loss, self._was_finite = self.learn.loss.detach(), is_finite
+        self._last_loss, self._was_finite = self.loss.detach(), is_finite
 
     def before_step(self):
         "Take the gradients to the masters, unscale and check them."
@@ -216,6 +313,11 @@ class MixedPrecision(Callback):
     def _is_searching(self):
         return "lr_finder" in vars(self.learn)
 
+    def after_fit(self):
+        "From here on gradients come in 32 bits, whoever calls `backward`."
+        if self.mixed.is_attached:
+            self.mixed.masters.expect_grads()
+
     def after_cancel_batch(self):
         "Keep a batch that was called off apart from the next."
         self.mixed.cancel()
@@ -223,7 +325,7 @@ class MixedPrecision(Callback):
     # what there is to see
     def update_paths(self) -> dict[str, int]:
         "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
-        return {} if self.mixed.opt is None else self.mixed.opt.update_paths()
+        return self.mixed.opt.update_paths() if self.mixed.has_opt else {}
 
     @property
     def model_params(self) -> list[list[torch.nn.Parameter]]:
@@ -235,8 +337,15 @@ class MixedPrecision(Callback):
         "Their float32 masters: flat, one vector a list."
         return self._laid_out().master_params
 
+    def float_model(self) -> torch.nn.Module:
+        """Make a twin of the model in 32 bits, whose parameters are the masters.
+
+        For averages of weights, evaluation and export in 32 bits; what is trained on shows in it.
+        """
+        return self._laid_out().float_model()
+
     def _laid_out(self):
-        if self.mixed.masters is None:
+        if not self.mixed.is_attached:
             raise MixedPrecisionError("no masters yet: add this callback to a Learner first")
         self._hold()
         return self.mixed.masters
@@ -265,6 +374,17 @@ class MixedPrecision(Callback):
     def n_skipped(self) -> int:
         "How many steps were skipped."
         return self.mixed.scaler.n_skipped
+
+
+def _first_scale(loss_scale, init_scale):
+    if init_scale is None:
+        return check_positive("loss_scale", loss_scale)
+    if loss_scale not in (512.0, init_scale):  # the default, or the same
+        raise ValueError(
+            f"`loss_scale` is {loss_scale!r} and `init_scale` is {init_scale!r}: they are two "
+            "names for one number, expected one of them"
+        )
+    return check_positive("init_scale", init_scale)
 
 # %% ../nbs/10_callback.ipynb #d01f9c00
 mixed_precision = partial(MixedPrecision)  # `cbs=mixed_precision(flat_master=True)`
@@ -307,4 +427,4 @@ def to_bf16(
 @patch
 def to_fp32(self: Learner) -> Learner:  # itself
     "Put the model back into float32: its weights are the masters, bit for bit."
-    return self.remove_cbs([MixedPrecision, AutocastMixedPrecision])
+    return self.remove_cbs([MixedPrecision, *_OTHERS])

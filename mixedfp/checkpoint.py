@@ -6,9 +6,17 @@
 __all__ = ['Checkpoint']
 
 # %% ../nbs/13_checkpoint.ipynb #5ca0a0f8
+import hashlib
+import math
+import mmap
 import os
-import pickle
 import random
+import secrets
+import struct
+import zipfile
+from numbers import Real
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +29,11 @@ from fastcore.foundation import L
 
 from .formats import MixedPrecisionError
 
+try:
+    import fcntl
+except ImportError:  # Windows: a second run is found by its writes alone
+    fcntl = None
+
 # %% ../nbs/13_checkpoint.ipynb #e59cd1b1
 def _generators(dls):
     "The generators that the `DataLoader`s of `dls` keep for themselves."
@@ -31,7 +44,7 @@ def _generators(dls):
 def _orders(dls):
     "The order of the texts in each `LMDataLoader`, which every epoch shuffles further."
     items = [getattr(dl, "items", None) for dl in getattr(dls, "loaders", [])]
-    return [it.idxs for it in items if hasattr(it, "idxs")]
+    return [it.idxs for it in items if it is not None and hasattr(it, "idxs")]
 
 
 def _on_devices(verb):
@@ -75,18 +88,117 @@ def _set_random_states(states, dls):
         for i, at in enumerate(order):
             idxs[i] = at  # in place: the lengths of the texts are ordered by the same list
 
+# %% ../nbs/13_checkpoint.ipynb #78756538
+_MARK = b"mixedfp blake2b "  # the comment of the zip file is this and the digest
+_LENGTH = struct.pack("<H", len(_MARK) + 64)  # of the comment; it stands before it
+
+
+def _new_digest():
+    return hashlib.blake2b(digest_size=32)
+
+
+class _Digested:
+    "A file to write to, and the digest of what was written."
+
+    def __init__(self, file):
+        self.file, self.digest = file, _new_digest()
+
+    def write(self, data):
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self):
+        self.file.flush()
+
+    def sign(self):
+        "End the zip file with its digest."
+        self.file.seek(-2, os.SEEK_END)  # the length of the comment: `torch.save` writes none
+        self.file.write(_LENGTH + _MARK + self.digest.hexdigest().encode())
+
+
+def _is_whole(file):
+    "Whether `file` ends with the digest of all its other bytes. Reads it once, in pieces."
+    n = file.seek(0, os.SEEK_END) - len(_LENGTH + _MARK) - 64
+    if n < 0:
+        return False
+    file.seek(0)
+    digest, left = _new_digest(), n
+    while left and (data := file.read(min(left, 2**20))):
+        digest.update(data)
+        left -= len(data)
+    digest.update(b"\0\0")  # the length of the comment as `torch.save` has written it
+    return file.read() == _LENGTH + _MARK + digest.hexdigest().encode()
+
 # %% ../nbs/13_checkpoint.ipynb #c54affe0
+class _Written:
+    "The file that a run wrote last, locked while it is the run's."
+
+    def __init__(self, file):
+        self.file, self.stat = file, os.fstat(file.fileno())
+        if fcntl is None:
+            file.close()  # Windows renames no open file
+
+    def is_at(self, path):
+        "Whether `path` is still this file."
+        there = os.stat(path)
+        return os.path.samestat(there, self.stat) and there.st_size == self.stat.st_size
+
+
+def _lock(file):
+    "Lock `file` until it is closed or the process ends, where the file system can."
+    try:
+        if fcntl is not None:  # of a process: a forked worker that outlives it holds no lock
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        pass
+
+
+def _is_locked(path):
+    "Whether another process holds a lock on the file."
+    if fcntl is None or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return True
+        except OSError:  # a file system without locks
+            return False
+    return False
+
+
+def _open_beside(path):
+    "Open a new file in the folder of `path`."
+    return open(path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp"), "x+b")
+
+
 def _write(state, path):
     "Write `state` to `path` so that at any moment the old file is there or the new one."
-    beside = path.with_name(path.name + ".tmp")
-    with open(beside, "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(beside, path)
+    file = _open_beside(path)
+    try:
+        _lock(file)
+        digested: Any = _Digested(file)
+        torch.save(state, digested)
+        digested.sign()
+        file.flush()
+        os.fsync(file.fileno())
+        written = _Written(file)
+        os.replace(file.name, path)
+    except BaseException:
+        file.close()
+        os.unlink(file.name)
+        raise
+    return written
+
+
+def _delete_leftovers(path):
+    "Delete what runs that were killed in a write have left beside `path`."
+    for file in path.parent.iterdir():
+        if file.name.startswith(path.name + ".") and file.suffix == ".tmp" and not _is_locked(file):
+            file.unlink(missing_ok=True)
 
 # %% ../nbs/13_checkpoint.ipynb #23d2a915
-_KEY = "checkpoint"
+_KEY, _FORMAT = "checkpoint", "mixedfp.Checkpoint, format 1"
 
 
 def _plain(o):
@@ -99,19 +211,72 @@ def _plain(o):
 
 
 def _read(path, device):
-    "Read a checkpoint. Raises: MixedPrecisionError if it is none, or damaged."
-    foreign = f"`{path}` was not written by Checkpoint: learn.load({path.stem!r}) reads the files "
-    foreign += "of learn.save, which do not say where the training was"
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as e:
-        raise MixedPrecisionError(foreign) from e
-    except (RuntimeError, EOFError, OSError) as e:
-        why = str(e).split("\n")[0]
-        raise MixedPrecisionError(f"`{path}` is damaged ({why}): delete it to train anew") from e
-    if set(state) != {"model", "opt"} or _KEY not in state["opt"]:
-        raise MixedPrecisionError(foreign)
+    "Read a checkpoint. Raises: MixedPrecisionError if it is none, or damaged; OSError as it is."
+    with open(path, "rb") as file:
+        if not _is_whole(file):  # not a byte of it is unpickled
+            raise MixedPrecisionError(_why_not_whole(file, path))
+        file.seek(0)
+        try:
+            state = torch.load(file, map_location=device, weights_only=True)
+        except (OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:  # whatever nonsense was given a digest
+            raise MixedPrecisionError(_foreign(path)) from e
+    _check_form(state, path)
     return state
+
+
+def _foreign(path):
+    return (
+        f"`{path}` was not written by Checkpoint: learn.load({path.stem!r}) reads the files "
+        "of learn.save, which do not say where the training was"
+    )
+
+
+def _why_not_whole(file, path):
+    if file.seek(0, os.SEEK_END) > 0:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            is_ours = data.find(_FORMAT.encode()) >= 0 or data.find(_MARK) >= 0
+        if not is_ours and _is_zip(file):
+            return _foreign(path)
+    why = "it does not end with the digest of its bytes"
+    return f"`{path}` is damaged ({why}): delete it to train anew"
+
+
+def _is_zip(file):
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:
+        return False
+
+# %% ../nbs/13_checkpoint.ipynb #ce1979a2
+_TYPES = {
+    "format": str, "n_done": int, "train_iter": int, "random": dict, "grads": dict,
+    "callbacks": list,
+}  # fmt: skip
+
+
+def _check_form(state, path):
+    "Check what is beside the tensors. Raises: MixedPrecisionError."
+    parts = state if isinstance(state, dict) else {}
+    opt = parts.get("opt")
+    saved = opt.get(_KEY) if isinstance(opt, dict) else None
+    if set(parts) != {"model", "opt"} or not isinstance(opt, dict) or not isinstance(saved, dict):
+        raise MixedPrecisionError(_foreign(path))
+    other = [k for k, kind in _TYPES.items() if not isinstance(saved.get(k), kind)]
+    if not isinstance(parts["model"], dict):
+        other.append("model")
+    scale = opt.get("loss_scale") or {"scale": 1.0}
+    if not (isinstance(scale, dict) and _is_scale(scale.get("scale"))):
+        other.append("loss_scale")
+    if other or saved["format"] != _FORMAT:
+        raise MixedPrecisionError(
+            f"`{path}` is of another format than {_FORMAT!r}: look at {other or ['format']}"
+        )
+
+
+def _is_scale(number):
+    return isinstance(number, Real) and 0 < float(number) < math.inf
 
 
 def _check_model(state, model, path):
@@ -127,7 +292,11 @@ def _check_model(state, model, path):
 # %% ../nbs/13_checkpoint.ipynb #c66890b2
 def _check_opt(state, here, path):
     "Compare groups and hyper-parameters before a thing is loaded. Raises: MixedPrecisionError."
-    if _groups(state) != _groups(here):
+    try:
+        is_other = _groups(state) != _groups(here)
+    except (TypeError, KeyError):  # no lists, no dicts
+        is_other = True
+    if is_other:
         raise MixedPrecisionError(f"`{path}` is of another optimizer, or of other groups of layers")
 
 
@@ -142,15 +311,48 @@ class Checkpoint(Callback):
 
     The file, `learn.path/learn.model_dir/fname.pth`, is one that `learn.load` reads. With
     `start_epoch=checkpoint.resume(learn)` a killed run goes on, and ends in the same bits.
+    Raises: TypeError, ValueError for a name that cannot be written; MixedPrecisionError, before
+    the first batch, while another run writes a file of this name.
     """
 
     order = 100  # after metrics, schedulers and trackers
+    _stateattrs = ("_written",)  # what no copy has, as fastcore's `Stateful` wants it named
 
     def __init__(
         self,
-        fname: str = "checkpoint",  # of the file, without `.pth`
+        fname: str
+        | Path = "checkpoint",  # of the file, without `.pth`; a folder in it has to exist
     ):
+        if not isinstance(fname, (str, Path)):
+            raise TypeError(f"`fname` is {fname!r}: expected a file's name, such as 'run'")
+        if not Path(fname).name or str(fname).endswith(("/", os.sep)):
+            raise ValueError(f"`fname` is {str(fname)!r}: expected a file's name, such as 'run'")
         self.fname, self.n_done, self.has_trained = fname, 0, False
+        self._init_state()
+
+    def _init_state(self):  # of a copy or what comes out of a pickle, too
+        super()._init_state()
+        self._written = None
+
+    # `remove_cb` sets None, also at the end of a fit that had this in `cbs=`, whatever ended it
+    @property
+    def learn(self) -> Learner:  # None outside of one, but nobody calls it there
+        "The learner that this is a callback of."
+        found: Any = vars(self).get("_learn")
+        return found
+
+    @learn.setter
+    def learn(self, learn):
+        vars(self)["_learn"] = learn
+        if learn is None:
+            self._release()
+
+    def _release(self):
+        "Leave the file to other runs."
+        written = vars(self).get("_written")
+        if written is not None:
+            written.file.close()
+            self._written = None
 
     def resume(
         self,
@@ -158,25 +360,53 @@ class Checkpoint(Callback):
     ) -> int:  # epochs done, for `start_epoch`; 0 where there is no file
         """Load model, optimizer and loss scale; the fit then goes on with the random states.
 
-        Raises: MixedPrecisionError for a file that is damaged, of another model or optimizer, or
-        not written by this.
+        Raises: MixedPrecisionError for a file that is damaged, of another model or optimizer, not
+        written by this, or being written by another run. Then the learner is as it was.
         """
         self.n_done, path = 0, self._path(learn)
+        self._check_place(path)
         if not path.exists():
             return 0
         state = self._read(learn)
         if learn.opt is None:
             learn.create_opt()
+        opt: Any = learn.opt
         model = get_model(learn.model)
         _check_model(state["model"], model.state_dict(), path)
-        _check_opt(state["opt"], learn.opt.state_dict(), path)
-        learn.opt.load_state_dict(state["opt"])
+        _check_opt(state["opt"], opt.state_dict(), path)
+        opt.load_state_dict(state["opt"])
         model.load_state_dict(state["model"])
         self.n_done = state["opt"][_KEY]["n_done"]
         return self.n_done
 
     def _path(self, learn):
         return join_path_file(self.fname, learn.path / learn.model_dir, ext=".pth")
+
+    def _check_place(self, path):
+        "Raises: ValueError where no file can be, MixedPrecisionError where another run writes it."
+        if not path.parent.is_dir() or path.is_dir():
+            what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise ValueError(
+                f"`fname` is {str(self.fname)!r}, and {what}: expected the name of a file in a "
+                "folder that exists"
+            )
+        if not rank_distrib() and self._written is None and _is_locked(path):
+            raise self._is_taken(path, "is being written by another run")
+
+    def _is_taken(self, path, why):
+        return MixedPrecisionError(
+            f"`{path}` {why}: give each run a name of its own, Checkpoint({path.stem + '_2'!r}), "
+            "or end the other one"
+        )
+
+    def _write(self, state):
+        path = self._path(self.learn)
+        self._check_place(path)
+        if self._written is not None and path.exists() and not self._written.is_at(path):
+            raise self._is_taken(path, "was written over, by another run or another callback")
+        written = _write(state, path)
+        self._release()
+        self._written = written
 
     def _read(self, learn):
         return _read(self._path(learn), getattr(learn.dls, "device", None) or "cpu")
@@ -191,6 +421,7 @@ class Checkpoint(Callback):
         grads = {k: p.grad for k, p in get_model(self.model).named_parameters()}
         counts = ("best", "wait", "count")
         return {
+            "format": _FORMAT,
             "n_done": self.epoch + 1,
             "train_iter": self.train_iter,
             "random": _random_states(self.dls),
@@ -204,6 +435,8 @@ class Checkpoint(Callback):
     def _restore(self):
         state = self._read(self.learn)["opt"]  # again: who looks for a rate steps on what was read
         saved = state[_KEY]
+        if saved["n_done"] != self.n_done:
+            raise self._is_taken(self._path(self.learn), "was written by another run meanwhile")
         self.opt.load_state_dict(state)
         self.learn.train_iter = saved["train_iter"]
         for k, p in get_model(self.model).named_parameters():
@@ -216,10 +449,24 @@ class Checkpoint(Callback):
         _set_random_states(saved["random"], self.dls)
 
     def before_fit(self):
-        "Keep fastai's trackers out of the epochs to be skipped."
+        "Try whether a file can be written; keep fastai's trackers out of skipped epochs."
+        if not self._is_trial() and not rank_distrib():
+            self._prepare()
         self.has_trained = False  # a fit that was interrupted had, `validate` has not
         for cb in self._counting() if self.n_done and not self._is_trial() else []:
             cb.run = False
+
+    def _prepare(self):
+        path = self._path(self.learn)
+        self._check_place(path)
+        _delete_leftovers(path)
+        with _open_beside(path) as file:  # a folder that is read-only, a name that is too long
+            pass
+        os.unlink(file.name)
+
+    def after_fit(self):
+        "Leave the file to other runs."
+        self._release()
 
     def _is_trial(self):
         return hasattr(self.learn, "lr_finder")
@@ -239,7 +486,7 @@ class Checkpoint(Callback):
         elif self.has_trained and not rank_distrib():
             opt = self.opt.state_dict() | {_KEY: self._progress()}
             model = get_model(self.model).state_dict()
-            _write({"model": model, "opt": _plain(opt)}, self._path(self.learn))
+            self._write({"opt": _plain(opt), "model": model})
         self.has_trained = False
 
 
