@@ -1,35 +1,77 @@
 """Two processes that talk to each other over gloo, for tests of what ranks agree on."""
 
+import os
+import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
-SECONDS = 120  # for all the work; then the processes are ended
+SECONDS = 900  # for all the work, on a machine that does much else; then the processes are ended
 
 
 def on_two_ranks(work: Callable[[int], Any], folder: Path, preload: tuple[str, ...] = ()) -> list:
     """Run `work(rank)` in two processes; return both results, which `torch.save` can write.
 
     `preload` names modules that both need, to be imported once.
+    Raises: TimeoutError after `SECONDS`; RuntimeError with what was raised, or how a process ended.
     """
     context = get_context("forkserver")  # a fork of this process would copy its threads' locks
     context.set_forkserver_preload(["ranks", *preload])
     processes = [context.Process(target=_run, args=(work, r, str(folder))) for r in range(2)]
+    with _path_for_children():
+        for process in processes:
+            process.start()
+    in_time = _wait(processes, folder, time.monotonic() + SECONDS)
     for process in processes:
-        process.start()
-    for process in processes:
-        process.join(SECONDS)
         process.kill()
-    found = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    for result in found:
-        assert not isinstance(result, str), result
+        process.join()
+    found = [_read(folder / f"{rank}.pt", process) for rank, process in enumerate(processes)]
+    failed = [f"rank {rank}: {said}" for rank, said in enumerate(found) if isinstance(said, str)]
+    if not in_time:
+        raise TimeoutError(f"the time ran out after {SECONDS} s. " + "; ".join(failed))
+    if failed:
+        raise RuntimeError("\n".join(failed))
     return found
+
+
+@contextmanager
+def _path_for_children():
+    "Let the server find what it is to import once: else each child imports it, in silence."
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+def _wait(processes, folder, deadline):
+    "Wait for all results; False if the time has run out. One that dies ends the waiting."
+    for _ in processes:
+        died = [p.exitcode and not (folder / f"{r}.pt").exists() for r, p in enumerate(processes)]
+        waiting = [p.sentinel for p in processes if p.exitcode is None]
+        if any(died) or not waiting:
+            break
+        if not connection.wait(waiting, max(0.0, deadline - time.monotonic())):
+            return False
+    return True
+
+
+def _read(file, process):
+    "What a process has brought back, or a word on why there is nothing."
+    if file.exists():
+        return torch.load(file, weights_only=False)
+    return f"no result; the process ended with {process.exitcode}"
 
 
 def _run(work, rank, folder):
@@ -45,5 +87,6 @@ def _run(work, rank, folder):
         result = work(rank)
     except Exception:
         result = traceback.format_exc()
-    torch.save(result, f"{folder}/{rank}.pt")
+    torch.save(result, f"{folder}/{rank}.part")
+    os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.pt")  # whole, or not there
     distributed.destroy_process_group()

@@ -204,7 +204,7 @@ def test_what_callbacks_see(dtype, flat):
     learn.fit(1, cbs=[witness])
     single = {torch.float32}
     assert witness.seen == {
-        "xb": {dtype}, "pred": single, "yb": {torch.int64}, "loss": single, "grad": single,
+        "xb": single, "pred": single, "yb": {torch.int64}, "loss": single, "grad": single,
     }  # fmt: skip
 
 
@@ -686,9 +686,11 @@ def test_outputs_keep_their_type(kind, dtype):
     model = Wrapping(wrap)
     learn = make_learner(model=model, loss_func=loss).to_fp16(dtype=dtype)
     learn.fit(1)
-    raw = model(learn.dls.train.one_batch()[0].to(dtype))
-    assert type(seen[-1]) is type(raw)
-    assert unwrap(raw).dtype == dtype and unwrap(seen[-1]).dtype == torch.float32
+    x = learn.dls.train.one_batch()[0]
+    raw = model(x)  # by hand as in a fit: 32-bit numbers go in and come out
+    assert type(seen[-1]) is type(raw) is type(wrap(torch.zeros(2, 2)))
+    assert unwrap(raw).dtype == unwrap(seen[-1]).dtype == torch.float32
+    assert model.net[0].weight.dtype == dtype
     if kind == "dataclass":
         assert seen[-1].name == "output" and seen[-1].nothing is None
         assert seen[-1].more["x"][0].dtype == torch.float32
@@ -1207,19 +1209,22 @@ def test_a_copy_trains_on(precision, how, opt, flat):
         assert_plain(twin)
 
 
-def test_a_copy_of_the_model_is_a_model():
-    """As for a moving average: a copy of the 16-bit model predicts, and saves 32-bit weights."""
+def test_a_copy_of_the_model_is_a_model_in_32_bits():
+    """As for a moving average: it predicts as the learner does back in 32 bits."""
     learn = make_learner().to_fp16(flat_master=True)
+    learn.fit(1)
     twin = copy.deepcopy(learn.model).eval()
-    learn.model.eval()
-    x = learn.dls.valid.one_batch()[0].half()
-    with torch.no_grad():
-        assert_same(twin(x), learn.model(x))
+    assert {p.dtype for p in twin.parameters()} == {torch.float32}
     assert_same(dict(twin.state_dict()), dict(learn.model.state_dict()))
     before = weights(learn)["0.weight"]
+    exact = copy.deepcopy(twin)
     with torch.no_grad():
         twin[0].weight.zero_()
     assert_same(weights(learn)["0.weight"], before)
+    x = learn.dls.valid.one_batch()[0]
+    learn.to_fp32().model.eval()
+    with torch.no_grad():
+        assert_same(exact(x), learn.model(x))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16_flat", "bf16", "back_in_fp32"])

@@ -633,14 +633,14 @@ def test_the_order_in_which_they_are_given_is_no_matter(precision):
 MIXES = ["MixUp", "MixUp, float targets", "CutMix", "CutMix, float targets"]
 
 
-@checks("{callback}", "inputs are mixed in 32 bits, then rounded; targets and losses stay in 32")
+@checks("{callback}", "inputs, targets and losses stay in 32 bits: the model casts its inputs")
 @in_16_bits
 @pytest.mark.parametrize("callback", MIXES)
-def test_pictures_are_mixed_before_they_are_cast(callback, precision):
+def test_pictures_are_mixed_in_32_bits(callback, precision):
     ours, theirs = seen(callback, precision), seen(callback, PLAIN)
     assert not torch.equal(theirs[0][0], pictures(40)[0][:8])
     for (x, y, loss), (full_x, full_y, full_loss) in zip(ours, theirs, strict=True):
-        assert_same(x, full_x.to(precision.dtype))
+        assert_same(x, full_x)
         assert_same(y, full_y)
         bound = tolerance(precision, 0.004, 0.04)
         torch.testing.assert_close(loss, full_loss, rtol=bound, atol=bound)
@@ -834,14 +834,15 @@ def test_hidden_states_are_reset(precision):
     assert_same([*found["hidden"], found["at the end"]], [zeros] * 3)
 
 
-@checks("RNNCallback", "it finds the model's own 16-bit outputs, near those in 32 bits")
+@checks("RNNCallback", "it finds the model's own outputs, 16-bit numbers in float32, near fp32's")
 @in_16_bits
 def test_raw_outputs_are_found(precision):
     found, full = seen("RNNCallback", precision)["out"], seen("RNNCallback", PLAIN)["out"]
     bound = tolerance(precision, 0.002, 0.02)
     for a, b in zip(found, full, strict=True):
-        assert a.dtype == precision.dtype
-        torch.testing.assert_close(a.float(), b, rtol=bound, atol=bound)
+        assert a.dtype == torch.float32
+        assert_same(a, a.to(precision.dtype).float())
+        torch.testing.assert_close(a, b, rtol=bound, atol=bound)
 
 
 @checks("RNNRegularizer", "what it adds to the loss is added before scaling, in 32 bits")
@@ -891,14 +892,13 @@ def test_a_part_of_the_items(precision):
     assert_same(found, seen("PartialDL", PLAIN))
 
 
-@checks("CollectDataCallback", "inputs are collected in 16 bits, predictions and losses in 32")
+@checks("CollectDataCallback", "inputs, predictions and losses are collected in 32 bits")
 @in_16_bits
 def test_batches_are_collected(precision):
     found = seen("CollectDataCallback", precision)
     assert len(found) == 5
     for (x,), _, pred, loss in found:
-        dtypes = x.dtype, pred.dtype, loss.dtype
-        assert dtypes == (precision.dtype, torch.float32, torch.float32)
+        assert {x.dtype, pred.dtype, loss.dtype} == {torch.float32}
     seen_near(
         "CollectDataCallback", precision, lambda found: [batch[2:] for batch in found], 0.01, 0.1
     )

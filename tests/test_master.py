@@ -342,7 +342,7 @@ WAYS = [copy.deepcopy, by_pickle, by_torch_save]
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("laid_out", [False, True])
-def test_a_copied_model_has_its_own_masters(way, flat, laid_out):
+def test_a_copy_of_the_model_alone_is_in_32_bits(way, flat, laid_out):
     model = tiny_net()
     model.register_buffer("means", torch.tensor([0.1, 0.2]))
     before = copies(model)
@@ -350,32 +350,45 @@ def test_a_copied_model_has_its_own_masters(way, flat, laid_out):
     if laid_out:
         masters.lay_out([list(model.parameters())])
     twin = way(model)
+    assert twin.conv.weight.dtype == twin.means.dtype == torch.float32
+    assert not twin._state_dict_hooks and not vars(twin).keys() & {"__deepcopy__", "forward"}
+    assert_same(dict(twin.state_dict()), before)
+    assert model.conv.weight.dtype == torch.bfloat16 and model._state_dict_hooks
+    assert_same(dict(way(way(model)).state_dict()), before)
+    twin.load_state_dict({k: torch.zeros_like(v) for k, v in before.items()})
+    assert_same(dict(model.state_dict()), before)
+    masters.restore()
+    assert not vars(model).keys() & {"__deepcopy__", "__reduce_ex__"}
+    assert_same(dict(model.state_dict()), before)
 
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("model_first", [False, True])
+def test_a_copy_of_model_and_masters_is_in_16_bits(way, flat, model_first):
+    model = tiny_net()
+    model.register_buffer("means", torch.tensor([0.1, 0.2]))
+    before = copies(model)
+    masters = MasterParams(model, torch.bfloat16, flat)
+    masters.lay_out([list(model.parameters())])
+    if model_first:
+        twin, own = way((model, masters))
+    else:
+        own, twin = way((masters, model))
+    own.come_back()
     assert twin.conv.weight.dtype == twin.means.dtype == torch.bfloat16
     assert_same(dict(twin.state_dict()), before)
-    own = masters_of(twin)
-    assert own is not masters and own.model is twin
+    assert masters_of(twin) is own is not masters and own.model is twin
     assert set(own.master) == set(twin.parameters())
+    assert_same(dict(way(twin).state_dict()), before)
 
     twin.load_state_dict({k: torch.zeros_like(v) for k, v in before.items()})
     assert_same(dict(model.state_dict()), before)
     own.restore()
     assert twin.conv.weight.dtype == torch.float32 and not twin.conv.weight.any()
     assert not twin._state_dict_hooks
-    assert model._state_dict_hooks
     masters.restore()
     assert_same(dict(model.state_dict()), before)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_forgets_the_gradients_dtype_until_adopt(way):
-    model = linear_model([1.0])
-    MasterParams(model)
-    twin = way(model)
-    assert model.weight.grad_dtype == torch.float32
-    assert twin.weight.grad_dtype == torch.float16
-    masters_of(twin).adopt()
-    assert twin.weight.grad_dtype == torch.float32
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -385,7 +398,9 @@ def test_a_copy_trains_on(way, flat):
     before = copies(model)
     masters = MasterParams(model, flat=flat)
     masters.lay_out([list(model.parameters())])
-    twin = way(model)
+    twin, own = way((model, masters))
+    own.come_back()
+    assert model.linear.weight.grad_dtype == twin.linear.weight.grad_dtype == torch.float32
     check_trains(twin, before)
     assert_same(dict(model.state_dict()), before)
 

@@ -110,13 +110,36 @@ def mixed_step(dtype, direct=True, compiled=False):
     return mixed
 
 
+def can_be_recorded(make):
+    """Whether all that this torch's version of an optimizer does is element-wise operations."""
+    p = nn.Parameter(torch.ones(3))
+    opt = make([p])
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        opt.step()
+    p.grad = torch.ones(3)
+    states = [v for v in opt.state[p].values() if isinstance(v, torch.Tensor) and v.ndim]
+    try:
+        record(opt.step, [[p, p.grad, *states]])
+    except NotElementwise:
+        return False
+    return True
+
+
+# their inner operations are others in other versions of torch: an `index_put_` in some
+MAYBE_RECORDED = {"Rprop", "ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam"}
+
+
 @pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stretches_give_the_optimizers_own_bits(name, dtype, direct, small_is_large, monkeypatch):
     """Stretch by stretch, unscaled on the way, or the whole vectors by the optimizer itself."""
     one = train(mixed_step(DTYPES[dtype], direct), OPTIMIZERS[name])
-    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+    if name not in MAYBE_RECORDED or can_be_recorded(OPTIMIZERS[name]):
+        assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+    else:
+        assert one[1].one_pass is None
     monkeypatch.setattr(step, "LARGE", 2**60)
     whole = train(mixed_step(DTYPES[dtype], direct=False), OPTIMIZERS[name])
     assert not whole[1].one_pass.paths
@@ -451,7 +474,7 @@ def test_an_update_that_looks_at_the_whole_is_refused_before_anything_changes():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     with pytest.raises(NotElementwise, match="norm"):
-        record(Normed([p]).step, [{"p": p, "grad": p.grad}])
+        record(Normed([p]).step, [[p, p.grad]])
 
 
 class Keeping(optim.SGD):

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler, swa_utils
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
-from mixedfp.cast import has_fp16_arithmetic
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import MasterOptimizer, with_masters
 from mixedfp.scaler import LossScaler
@@ -707,7 +706,11 @@ def test_a_head_that_is_added_trains_as_in_the_plain_loop(after, name, flat):
         losses += train(model, opt, batches(3, seed=2))
         return losses, weights(model), moments(opt)
 
-    plain = run(lambda *pair: pair)
+    try:
+        plain = run(lambda *pair: pair)
+    except KeyError:
+        assert name == "Adagrad"  # of some versions of torch: it makes its state when it is made
+        pytest.skip("this Adagrad takes no new group, in plain torch neither")
     assert_same(run(partial(with_masters, dtype=FULL, flat_master=flat)), plain)
     each = run(partial(with_masters, dtype=BF16))
     assert_same(run(partial(with_masters, dtype=BF16, flat_master=True)), each)
@@ -1130,8 +1133,8 @@ def test_an_average_of_the_masters_is_the_average_of_the_plain_run(way, flat):
     assert_same(mine(data[0]).detach(), plain(data[0]).detach())
 
 
-def test_an_average_of_masters_is_finer_than_one_of_16_bit_weights():
-    """Small steps: the 16-bit weights stand still, the masters move and so does their average."""
+def test_an_average_is_one_of_masters():
+    """Small steps: the 16-bit weights stand still, the masters move and so do their averages."""
 
     def run(of_masters):
         model, opt = with_masters(*sgd(make(norm_net), 1e-4), dtype=BF16)
@@ -1140,7 +1143,7 @@ def test_an_average_of_masters_is_finer_than_one_of_16_bit_weights():
         for batch in batches(8, bs=8):
             train(model, opt, [batch])
             ema.update_parameters(twin)
-        return torch.cat([p.detach().float().flatten() for p in ema.parameters()])
+        return torch.cat([p.detach().flatten() for p in ema.parameters()])
 
     def plain():
         model, opt = sgd(make(norm_net), 1e-4)
@@ -1151,8 +1154,10 @@ def test_an_average_of_masters_is_finer_than_one_of_16_bit_weights():
         return torch.cat([p.detach().flatten() for p in ema.parameters()])
 
     reference = plain()
-    fine, coarse = ((run(way) - reference).norm() for way in (True, False))
-    assert fine < 0.02 * coarse
+    start = torch.cat([p.detach().flatten() for p in make(norm_net).parameters()])
+    of_masters, of_the_model = run(True), run(False)
+    assert_same(of_the_model, of_masters)
+    assert (of_masters - reference).norm() < 0.02 * (start.bfloat16() - start).norm()
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
@@ -1327,19 +1332,14 @@ def test_checkpointed_activations_give_the_same_bits(kwargs, flat):
     assert_same(run(True), reference)
 
 
-def test_checkpointing_in_float16_without_fp16_arithmetic_is_told_or_the_same():
-    """A known limit on such a CPU: the second pass is outside of the mode that computes in 32 bits.
-
-    Without reentry PyTorch says that types differ; nothing has changed then.
-    """
-    model = make(partial(Checkpointed, False))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_in_float16_trains_on_any_cpu(reentrant):
+    """The second pass is outside of the mode that computes in 32 bits; so is the first one."""
+    model = make(partial(Checkpointed, reentrant))
     model, opt = with_masters(model, optim.AdamW(model.parameters()), dtype=HALF)
     before = weights(model)
-    if has_fp16_arithmetic("cpu"):
-        train(model, opt, batches(2))
-    else:
-        with pytest.raises(CheckpointError, match="different metadata"):
-            train(model, opt, batches(2))
+    train(model, opt, batches(2))
+    with pytest.raises(AssertionError):
         assert_same(weights(model), before)
 
 

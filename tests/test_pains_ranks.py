@@ -1,7 +1,5 @@
 """Number 28 of tests/test_pains.py: processes that train one model together agree, bit for bit."""
 
-from functools import partial
-
 import pytest
 import torch
 from ranks import on_two_ranks
@@ -76,37 +74,6 @@ def train_all(rank, dtype):
     return ways, train(rank, None, None, None), start, flattened(alone)
 
 
-@pytest.mark.parametrize("dtype, near", [(torch.float16, 0.1), (torch.bfloat16, 0.25)], ids=str)
-def test_pain_28_ranks_agree(dtype, near, tmp_path):
-    """An inf on rank 1 alone: both skip. Weights, masters, moments and scales stay the same bits.
-
-    Elsewhere a rank steps while the other skips, and the scales part. `DistributedDataParallel`
-    before or after: both start from rank 0's weights, and go where 32 bits go. fastai's own is not
-    compared: its autocast leaves the weights in 32 bits, and to `DistributedDataParallel` alone.
-    """
-    (one, full, start, alone), (two, *_) = on_two_ranks(
-        partial(train_all, dtype=dtype), tmp_path, ("tiny",)
-    )
-
-    def distance(weights):
-        return (weights - full).norm() / (full - start).norm()
-
-    assert distance(alone) > 0.5  # what a rank learns that is not told of the other's gradients
-    for first, second in zip(one, two, strict=True):
-        assert_same(first[:5], second[:5])
-        assert first[5:] == second[5:]
-        way, model, *_, (scales, skipped, _), grads = first
-        assert distance(way) < near
-        assert grads == {torch.float32} and dtype in {p.dtype for p in model}
-        if dtype == torch.float16:
-            assert skipped == [5] and len(scales) == 12
-            assert scales[5:7] == [1024.0, 512.0]
-        assert_same(first[2], one[0][2])  # neither flat nor the order matters
-
-
-# A plain loop
-
-
 def plain_loop(rank):
     """Train by hand, rank 1 with fewer batches: `join` lets the other go on."""
     torch.manual_seed(0)
@@ -127,11 +94,49 @@ def plain_loop(rank):
     return [p.detach() for p in model.parameters()], scaler.skipped, scaler.scales, i
 
 
-def test_pain_28_a_plain_loop_with_uneven_batches(tmp_path):
+def work(rank):
+    """Return all that the tests look at."""
+    return {str(d): train_all(rank, d) for d in NEAR} | {"plain": plain_loop(rank)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What two processes have come to."""
+    return on_two_ranks(work, tmp_path_factory.mktemp("ranks"), ("tiny",))
+
+
+NEAR = {torch.float16: 0.1, torch.bfloat16: 0.25}
+
+
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+def test_pain_28_ranks_agree(dtype, ranks):
+    """An inf on rank 1 alone: both skip. Weights, masters, moments and scales stay the same bits.
+
+    Elsewhere a rank steps while the other skips, and the scales part. `DistributedDataParallel`
+    before or after: both start from rank 0's weights, and go where 32 bits go. fastai's own is not
+    compared: its autocast leaves the weights in 32 bits, and to `DistributedDataParallel` alone.
+    """
+    (one, full, start, alone), (two, *_) = (found[str(dtype)] for found in ranks)
+
+    def distance(weights):
+        return (weights - full).norm() / (full - start).norm()
+
+    assert distance(alone) > 0.5  # what a rank learns that is not told of the other's gradients
+    for first, second in zip(one, two, strict=True):
+        assert_same(first[:5], second[:5])
+        assert first[5:] == second[5:]
+        way, model, *_, (scales, skipped, _), grads = first
+        assert distance(way) < NEAR[dtype]
+        assert grads == {torch.float32} and dtype in {p.dtype for p in model}
+        if dtype == torch.float16:
+            assert skipped == [5] and len(scales) == 12
+            assert scales[5:7] == [1024.0, 512.0]
+        assert_same(first[2], one[0][2])  # neither flat nor the order matters
+
+
+def test_pain_28_a_plain_loop_with_uneven_batches(ranks):
     """While both run, both skip the same steps at the same scale; `join` shares the weights."""
-    (one, skipped, scales, i), (two, skipped_2, scales_2, j) = on_two_ranks(
-        plain_loop, tmp_path, ("tiny",)
-    )
+    (one, skipped, scales, i), (two, skipped_2, scales_2, j) = (found["plain"] for found in ranks)
     assert (i, j) == (5, 3)
     assert skipped == skipped_2 == [1]
     assert scales[:4] == scales_2 == [512.0, 512.0, 256.0, 256.0]

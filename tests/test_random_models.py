@@ -295,7 +295,9 @@ def test_float32_is_plain_fastai_for_layer_wise_optimizers(case):
 @given(case=cases(), dtype=st.sampled_from([torch.float16, torch.bfloat16]))
 def test_flat_is_each(case, dtype):
     """In 16 bits flat masters give the bits that a master each gives, the loss scale's as well."""
-    each, flat = (train(case, MixedPrecision(dtype=dtype, flat_master=flat)) for flat in (0, 1))
+    each, flat = (
+        train(case, MixedPrecision(dtype=dtype, flat_master=flat)) for flat in (False, True)
+    )
     assert_same(bits(flat), bits(each))
     assert flat.mp_cb.scales == each.mp_cb.scales and flat.mp_cb.skipped == each.mp_cb.skipped
     assert {p.dtype for p in flat.model.head.parameters()} == {dtype}

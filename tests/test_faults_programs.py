@@ -1,0 +1,303 @@
+"""Faults that random programs have found, each as small as it can be."""
+
+import warnings
+
+import pytest
+import torch
+from fastai.callback.core import Callback, CancelBatchException
+from fastai.callback.training import GradientAccumulation
+from tiny import make_learner, weights
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from mixedfp.callback import MixedPrecision
+from mixedfp.optimizer import with_masters
+from mixedfp.scaler import LossScaler
+from mixedfp.testing import assert_same, tiny_batch, tiny_net
+
+WAYS = pytest.mark.parametrize("flat", [None, False, True], ids=["plain", "each", "flat"])
+
+
+def make(flat, model, opt):
+    """Return model and optimizer: plain, with masters, with flat masters."""
+    if flat is None:
+        return model, opt
+    return with_masters(model, opt, dtype=torch.float32, flat_master=flat)
+
+
+def steps(flat, edit=None, n=3, **kwargs):
+    """Train for `n` steps, with `edit(params)` after each backward pass; return the weights."""
+    net = tiny_net()
+    model, opt = make(flat, net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    x, y = tiny_batch()
+    for _ in range(n):
+        cross_entropy(model(x), y).backward()
+        if edit is not None:
+            edit(list(model.parameters()))
+        opt.step()
+        opt.zero_grad(**kwargs)
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_zeros_for_gradients_that_nobody_has_looked_at(flat):
+    """A batch that is thrown away with `zero_grad(set_to_none=False)` leaves no gradient behind."""
+    model = nn.Linear(4, 2)
+    before = model.bias.detach().clone()
+    model, opt = make(flat, model, torch.optim.SGD(model.parameters(), lr=1.0))
+    torch.optim.lr_scheduler.StepLR(opt, 2)  # it has looked at the groups, so masters are held
+    model(torch.ones(3, 4)).sum().backward()
+    opt.zero_grad(set_to_none=False)
+    assert_same(model.bias.grad, torch.zeros(2))
+    opt.step()
+    assert_same(model.state_dict()["bias"], before)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_gradient_gets_other_memory(flat, set_to_none):
+    """`p.grad.data = x` is stepped, and so are the gradients of the steps after it."""
+
+    def edit(params):
+        for p in params[::2]:
+            p.grad.data = p.grad.data * 0.5
+
+    expected = steps(None, edit, set_to_none=set_to_none)
+    assert_same(steps(flat, edit, set_to_none=set_to_none), expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_parameter_without_elements_next_to_one_without_a_gradient(order):
+    """What no batch has used is not decayed."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.empty = nn.Parameter(torch.zeros(0, 4))
+            self.unused = nn.Parameter(torch.ones(4, 4))
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(x) + self.empty.sum()
+
+    net = Net()
+    params = [[net.empty, net.unused][i] for i in order]
+    opt = torch.optim.SGD(params, lr=0.5, weight_decay=0.5)
+    model, opt = make(True, net, opt)
+    model(torch.ones(3, 4)).sum().backward()
+    opt.step()
+    assert_same(model.state_dict()["unused"], torch.ones(4, 4))
+
+
+def test_groups_that_are_added_have_the_optimizers_own_settings():
+    """`state_dict` is a plain optimizer's, with no setting that it does not have."""
+
+    def groups(wrap):
+        model = nn.Linear(4, 2)
+        opt = torch.optim.Adafactor([model.weight])
+        if wrap:
+            model, opt = make(False, model, opt)
+        opt.add_param_group({"params": [model.bias]})
+        return opt.state_dict()["param_groups"]
+
+    assert_same(groups(True), groups(False))
+
+
+def test_activations_that_are_computed_again_in_float16():
+    """`torch.utils.checkpoint` finds the same dtypes in the second forward pass."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    first = net[0].forward
+    net[0].forward = lambda x: checkpoint(first, x, use_reentrant=False)
+    model, _ = with_masters(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    model(torch.ones(3, 4, dtype=torch.float16)).float().sum().backward()
+    assert model[0].weight.grad.abs().sum() > 0
+
+
+def test_a_buffer_that_the_overflowed_batch_has_made_is_gone():
+    """A buffer that was None before a skipped step is None after it, or what it was."""
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("last", None)
+
+        def forward(self, x):
+            self.last = x.detach().amax()
+            return self.layer(x)
+
+    net = Last()
+    model, opt = make(False, net, torch.optim.SGD(net.parameters(), lr=0.5))
+    scaler = LossScaler("cpu")
+    for factor in (float("inf"), 1.0, float("inf")):
+        before = model.last
+        scaler.scale(model(torch.randn(3, 4)).sum() * factor).backward()
+        if factor == 1.0:
+            before = model.last
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        assert (model.last is None) == (before is None)
+        if before is not None:
+            assert_same(model.last, before)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_of_a_fit_before_the_scale_are_added_in_full(flat):
+    """What a fit has left over, without a step, counts as much as the batches after it."""
+    learns = []
+    for wrap in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            learn = make_learner("torch_adamw")
+            learn.fit(1, 0.05, cbs=GradientAccumulation(20))  # 32 samples: 8 are left over
+            if wrap:
+                cb = MixedPrecision(dtype=torch.float32, flat_master=flat)
+                cb.mixed.scaler = LossScaler("cpu", init_scale=2.0**12)
+                learn.add_cb(cb)
+            learn.fit(1, 0.05)
+        learns.append(weights(learn))
+    assert_same(*learns)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_new_optimizer_adds_to_unscaled_gradients(flat):
+    """A batch called off after its step leaves true gradients; `reset_opt` does not scale them."""
+
+    class CallOff(Callback):
+        order = 60  # after ours
+
+        def after_step(self):
+            if self.iter == self.n_iter - 1:
+                raise CancelBatchException
+
+    learns = []
+    for wrap in (False, True):
+        learn = make_learner("sgd")
+        if wrap:
+            cb = MixedPrecision(dtype=torch.float32, flat_master=flat)
+            cb.mixed.scaler = LossScaler("cpu", init_scale=2.0**12)
+            learn.add_cb(cb)
+        learn.fit(1, 0.05, cbs=CallOff())
+        learn.fit(1, 0.05, reset_opt=True)
+        learns.append(weights(learn))
+    assert_same(*learns)
+
+
+class Counts(nn.Module):
+    """Count the passes; one may raise after that, or call itself, or show no graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.error = nn.Linear(4, 2), None
+        self.depth = 0
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x):
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+        if self.depth:
+            self.depth -= 1
+            self(x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_pass_that_raises_is_no_part_of_the_next_iteration(error):
+    """A skip restores the buffers from before the pass that has overflowed."""
+    net = Counts()
+    model, opt = make(False, net, torch.optim.SGD(net.parameters(), lr=0.5))
+    scaler, x = LossScaler("cpu"), torch.ones(3, 4)
+    model.error = error()
+    with pytest.raises(error):
+        model(x)
+    model.error = None
+    before = model.count.clone()
+    assert before > 0
+    scaler.scale(model(x).sum() * float("inf")).backward()
+    scaler.step(opt)
+    assert_same(model.count, before)
+
+
+def test_a_pass_within_a_pass_is_part_of_it():
+    """A skip restores the buffers from before the outer pass, also after one that has raised."""
+    net = Counts()
+    model, opt = make(False, net, torch.optim.SGD(net.parameters(), lr=0.5))
+    scaler, x = LossScaler("cpu"), torch.ones(3, 4)
+    model.error = ValueError()
+    with pytest.raises(ValueError):
+        model(x)
+    model.error, model.depth = None, 2
+    before = model.count.clone()
+    scaler.scale(model(x).sum() * float("inf")).backward()
+    assert model.count == before + 3
+    scaler.step(opt)
+    assert_same(model.count, before)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_lookahead_moves_what_has_no_gradient(flat):
+    """Slow weights are averaged with all weights, also with those that are frozen by then."""
+    learns = []
+    for wrap in (False, True):
+        learn = make_learner("ranger")
+        if wrap:
+            learn.add_cb(MixedPrecision(dtype=torch.float32, flat_master=flat))
+        learn.fit(1, 0.05)
+        for p in list(learn.model.parameters())[:2]:
+            p.grad = None
+            p.requires_grad_(False)
+        learn.fit(1, 0.05)
+        learns.append(weights(learn))
+    assert_same(*learns)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_interrupted_step_ends_the_iteration_if_it_was_done(flat, where):
+    """Passes whose gradients are still to be stepped are undone by a skip, no others."""
+    net = Counts()
+    model, opt = make(flat, net, torch.optim.SGD(net.parameters(), lr=0.5))
+    scaler, x = LossScaler("cpu"), torch.ones(3, 4)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    register = dict(before=opt.register_step_pre_hook, after=opt.register_step_post_hook)[where]
+    hook = register(stop)
+    scaler.scale(model(x).sum()).backward()
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(opt)
+    hook.remove()
+    scaler.update()
+    scaler.scale(model(x).sum() * float("inf")).backward()
+    assert not scaler.step(opt)
+    assert model.count == (0 if where == "before" else 1)
+
+
+class Last(nn.Module):
+    """Puts another tensor into its buffer's place at each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x):
+        self.last = x.detach().mean()
+        return self.layer(x)
+
+
+def test_a_buffer_put_in_the_place_of_another_is_restored_where_the_device_decides():
+    model = Last()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    model, opt = with_masters(model, sgd, dtype=torch.float32)
+    scaler = LossScaler("cpu", 16.0)
+    for size in (1.0, float("inf")):
+        opt.zero_grad()
+        scaler.scale((model(torch.full((1, 2), 3.0 if size == 1 else 5.0)) * size).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert scaler.skipped == [1] and model.last == 3.0
