@@ -206,6 +206,18 @@ def test_2_17_keep_fp32(which, dtype):
 
 
 @HALVES
+def test_2_17_keep_fp32_by_a_second_name(dtype):
+    """A layer that stands in two places, an output layer that is the embedding: both names do."""
+    model = nn.ModuleDict({"encoder": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+    model["decoder"] = model["encoder"]
+    model2half(model, dtype, keep_fp32="decoder")
+    assert {k: p.dtype for k, p in model.named_parameters() if "weight" in k} == {
+        "encoder.weight": FULL,
+        "other.weight": dtype,
+    }
+
+
+@HALVES
 @FLAT
 def test_2_17_keep_fp32_in_every_way_in(dtype, flat):
     keep = dict(keep_fp32=[nn.LayerNorm])

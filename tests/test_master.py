@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import Parameter
 
-from mixedfp.master import FlatGrads, MasterParams, Unit
+from mixedfp.master import FlatGrads, MasterParams, Unit, get_master, model_g2master_g
 from mixedfp.testing import assert_same, linear_model, tiny_net
 
 HALVES = torch.float16, torch.bfloat16
@@ -199,6 +199,18 @@ def test_gradients_survive_the_way_there_and_back(flat):
     masters.lay_out([list(model.parameters())])
     masters.restore()
     assert_same(model.weight.grad, torch.full((1, 1), 1 + 2.0**-20))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_that_were_copied_into_the_masters_stay_as_they_are(dtype, flat):
+    """A norm's are in 32 bits on both sides: no cast makes a copy of them."""
+    model = linear_model().to(dtype)
+    params, masters = get_master([model], flat)
+    model.weight.grad = torch.ones_like(model.weight)
+    model_g2master_g(params, masters, flat)
+    model.weight.grad.zero_()
+    assert masters[0][0].grad.unique().tolist() == [1.0]
 
 
 def test_a_step_that_was_interrupted_reaches_the_model():

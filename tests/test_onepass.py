@@ -496,6 +496,29 @@ def test_states_of_any_name_are_stepped_to_the_same_bits(small_is_large):
     assert_same(ends(*one), ends(*train(MixedStep(torch.bfloat16), make)))
 
 
+class Cooling(optim.Optimizer):
+    """SGD whose rate is a number in its state, halved in place once it was used."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        """Step, then cool."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                rate = self.state[p].setdefault("rate", torch.tensor(0.5))
+                p.addcmul_(p.grad, rate, value=-1)
+                rate.mul_(0.5)
+
+
+def test_a_number_that_changes_after_it_was_used_is_what_it_was_then(small_is_large, monkeypatch):
+    one = train(mixed_step(torch.bfloat16), Cooling)
+    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+    monkeypatch.setattr(step, "LARGE", 2**60)
+    assert_same(ends(*one), ends(*train(mixed_step(torch.bfloat16), Cooling)))
+
+
 def test_vectors_that_are_no_more_are_let_go(small_is_large):
     """Of a layout that was given up nothing stays in memory."""
     mixed = mixed_step(torch.bfloat16)

@@ -543,6 +543,11 @@ def clip_masters(model, opt):
     nn.utils.clip_grad_norm_(masters_of(opt), 0.1, foreach=False)
 
 
+def replace_masters(model, opt):
+    for p in masters_of(opt):
+        p.grad = p.grad * 2.0
+
+
 def step_twice(model, opt):
     opt.step()
 
@@ -567,6 +572,7 @@ MEDDLERS = [
     replace_all,
     clip_norm,
     clip_masters,
+    replace_masters,
     step_twice,
     ask,
     reload,
@@ -1608,6 +1614,29 @@ def test_an_optimizer_that_has_stepped_is_refused():
         model, opt = start(name)
         train(model, opt, batches(1))
         refused(ValueError, "already stepped.*load_state_dict", with_masters, model, opt)
+
+
+class CountsInItsGroups(optim.Optimizer):
+    """SGD with its count of steps in the groups, and no state: as Prodigy and Ranger count."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr, step=0))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_an_optimizer_that_counts_its_steps_in_its_groups_is_refused_once_it_has_stepped():
+    model = mlp()
+    opt = CountsInItsGroups(model.parameters())
+    model, opt = with_masters(model, opt, dtype=BF16)
+    train(model, opt, batches(1))
+    opt = opt.restore()
+    refused(ValueError, "already stepped", with_masters, model, opt)
 
 
 def test_an_optimizer_that_has_state_from_its_start_is_taken():
