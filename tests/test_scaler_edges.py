@@ -97,6 +97,24 @@ def test_record_follows_a_clamp(how):
     assert scaler.record.scale == scaler.get_scale()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [{0, 1}, {1, 2}, {0, 1, 2}], ids=str)
+def test_an_iteration_is_skipped_once_however_many_of_its_steps_overflow(bad, fused):
+    """Three optimizers, and an `update` after the step of each."""
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    opts = [torch.optim.SGD([p], lr=0.125, fused=fused) for p in params]
+    scaler = LossScaler("cpu", init_scale=8.0)
+    for overflows in (bad, set()):
+        scaler.scale(sum(p.sum() for p in params)).backward()
+        for i, (p, opt) in enumerate(zip(params, opts, strict=True)):
+            p.grad.mul_(float("inf") if i in overflows else 1.0)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    assert (scaler.skipped, scaler.scales, scaler.get_scale()) == ([0], [8.0, 4.0], 4.0)
+    assert [p[0].item() for p in params] == [0.75 + 0.125 * (i in bad) for i in range(3)]
+
+
 def test_message_names_something_when_gradients_were_cleared():
     scaler = LossScaler("cpu", max_skips=1)
     w, opt = make_opt()
