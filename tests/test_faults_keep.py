@@ -95,6 +95,14 @@ class Rotary(nn.Module):
 
 
 @HALVES
+def test_2_17_a_mask_goes_to_16_bits(dtype, said):
+    """Its -inf is one in any format: nothing is lost, and in 32 bits it would widen the scores."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+    assert model2half(model, dtype).mask.dtype == dtype and not said()
+
+
+@HALVES
 @FLAT
 @pytest.mark.parametrize("start", [0.0, 3000.0])
 def test_2_17_a_counter_counts(dtype, flat, start):

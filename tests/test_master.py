@@ -300,6 +300,14 @@ def test_what_was_loaded_may_be_changed_afterwards():
     assert_same(dict(model.state_dict()), before)
 
 
+def test_a_number_from_a_file_that_has_it_in_a_list_keeps_its_low_bits():
+    """PyTorch loads shape (1,) into shape (): old files have it."""
+    model = nn.ParameterList([Parameter(torch.tensor(1.0))])
+    masters = MasterParams(model, torch.bfloat16)
+    model.load_state_dict({"0": torch.tensor([1 + 2.0**-20])})
+    assert masters.restore()[0].item() == 1 + 2.0**-20
+
+
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_scalars_next_to_each_other_keep_their_state(name):
     ends = []

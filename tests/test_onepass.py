@@ -824,6 +824,34 @@ def test_moving_rates_compile_nothing_anew(monkeypatch):
     assert seen[-1] == seen[3]
 
 
+class HalfMomentum(optim.Optimizer):
+    """SGD with a momentum in bfloat16, as optimizers that save memory have it."""
+
+    def __init__(self, params):
+        super().__init__(params, dict(lr=0.1))
+
+    @torch.no_grad()
+    def step(self):
+        """Round twice: when the momentum fades, and when the gradient is added."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                momentum = state["momentum"]
+                momentum.mul_(0.9).add_(p.grad)
+                p.add_(momentum, alpha=-group["lr"])
+
+
+@needs_compiler
+def test_states_in_16_bits_are_rounded_as_the_optimizer_rounds_them(small_is_large, monkeypatch):
+    """A compiler keeps what is on its way in 32 bits: such a step is done in chunks."""
+    one = train(mixed_step(torch.bfloat16, compiled=True), HalfMomentum)
+    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+    monkeypatch.setattr(step, "LARGE", 2**60)
+    assert_same(ends(*one), ends(*train(mixed_step(torch.bfloat16), HalfMomentum)))
+
+
 def test_without_a_compiler_it_goes_in_chunks(monkeypatch, caplog, small_is_large):
     """And says so."""
     monkeypatch.setattr(torch, "compile", _no_compiler)

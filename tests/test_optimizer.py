@@ -722,6 +722,16 @@ def test_a_head_that_is_added_trains_as_in_the_plain_loop(after, name, flat):
     assert_same(run(partial(with_masters, dtype=BF16, flat_master=True)), each)
 
 
+def test_gradients_of_a_group_that_was_added_add_up_in_32_bits_at_once():
+    """Before anybody has called `zero_grad`: 300 ones are 256 in bfloat16."""
+    model = make(mlp)
+    model, opt = with_masters(model, optim.SGD(model[0].parameters(), lr=0.1), dtype=BF16)
+    opt.add_param_group({"params": list(model[3].parameters())})
+    for _ in range(300):
+        model(torch.zeros(1, 4)).sum().backward()
+    assert model[3].bias.grad.unique().tolist() == [300.0]
+
+
 def test_a_group_added_to_an_optimizer_without_model_gets_masters():
     model = make(mlp).to(BF16)
     opt = MasterOptimizer(optim.SGD(model[0].parameters(), lr=0.1))
