@@ -1329,3 +1329,19 @@ def test_groups_that_leave_parameters_out():
         assert_same(learn.model[0].weight.detach(), first)
         runs.append(snapshot(learn))
     assert_same(runs[1], runs[0])
+
+
+def test_a_search_for_a_rate_ends_where_no_scale_helps():
+    """Losses are finite, gradients are not: `lr_find` has its answer, and gives the weights back."""
+    learn = make_learner().to_fp16(max_skips=2)
+    before = weights(learn)
+    poison = Do("after_backward", lambda learn: spoil(learn) if learn.train_iter >= 3 else None)
+    learn.add_cb(poison)
+    learn.lr_find(num_it=20, show_plot=False, suggest_funcs=None)
+    assert len(learn.recorder.lrs) < 20
+    assert_same(weights(learn), before)
+
+
+def spoil(learn):
+    for p in learn.model.parameters():
+        p.grad.fill_(torch.inf)

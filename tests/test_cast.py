@@ -16,6 +16,7 @@ from mixedfp.cast import (
     ComputeInFloat32,
     bn2float,
     cast_floats,
+    compute_in_float,
     map_tensors,
     model2float,
     model2half,
@@ -250,3 +251,14 @@ def test_fastai_types_are_kept():
 def test_nonfinite_numbers_pass(value):
     x = torch.tensor([value])
     assert_same(to_float(to_half([x])[0]), x)
+
+
+def test_a_module_that_computes_in_float32_is_let_go():
+    """float32 undoes it, and another dtype takes the place of the one before."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    for dtype in (torch.bfloat16, torch.float16):
+        compute_in_float(layer, dtype)
+        assert layer(x).dtype == dtype and len(layer._forward_hooks) == 1
+    assert_same(layer(x), layer.forward(x).half())
+    compute_in_float(layer, torch.float32)
+    assert_same(layer(x), layer.forward(x))

@@ -330,6 +330,14 @@ def test_2_18_a_run_holds_its_file_while_it_trains(written, tmp_path):
     assert free == [False] and is_free(written)
 
 
+def test_2_18_a_run_whose_learner_keeps_the_callback_holds_its_file_no_longer(written, tmp_path):
+    """`Learner(cbs=...)` does not remove it after a fit, and the notebook lives on."""
+    pytest.importorskip("fcntl")
+    learn = learner(tmp_path).add_cb(Checkpoint("run"))
+    learn.fit(1, 0.01)
+    assert is_free(written)
+
+
 def test_2_18_the_second_run_is_told_until_the_first_is_dead(other_run, written, tmp_path):
     """At `resume` and before the first batch; after `kill -9` nothing stands in the way."""
     before = written.read_bytes()
@@ -398,6 +406,20 @@ def test_2_18_what_killed_runs_leave_is_deleted_and_nothing_else(written, tmp_pa
         file.write_bytes(b"half a file")
     learner(tmp_path).fit(1, 0.01, cbs=Checkpoint("run"))
     assert not dead.exists() and all(file.exists() for file in others)
+
+
+def test_2_18_what_another_run_is_writing_is_not_deleted(written, tmp_path):
+    """It could not rename its file: that run would end."""
+    pytest.importorskip("fcntl")
+    file = written.with_name("run.pth.0123abcd.tmp")
+    file.write_bytes(b"half a file")
+    code = "import fcntl, sys; f = open(sys.argv[1], 'r+b'); fcntl.lockf(f, fcntl.LOCK_EX); "
+    code += "print('locked', flush=True); sys.stdin.read()"
+    args = [sys.executable, "-c", code, str(file)]
+    with subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"locked\n"
+        learner(tmp_path).fit(1, 0.01, cbs=Checkpoint("run"))
+        assert file.exists()
 
 
 def test_2_18_a_failed_write_leaves_nothing(written, monkeypatch):

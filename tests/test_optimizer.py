@@ -744,6 +744,24 @@ def test_a_group_added_to_an_optimizer_without_model_gets_masters():
 
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 @pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
+def test_a_part_that_was_frozen_in_16_bits_gets_32_bit_masters_when_it_is_trained(dtype, flat):
+    """Until then it needs none; in 16 bits it would lose what is added to it."""
+    model = make(mlp).to(dtype)
+    model[0].requires_grad_(False)
+    opt = optim.SGD(model.parameters(), lr=2.0**-14)
+    model, opt = with_masters(model, opt, dtype=dtype, flat_master=flat)
+    before = weights(model)["0.weight"].float()
+    model[0].requires_grad_(True)
+    for _ in range(4):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        opt.step()
+    assert {m.dtype for m in masters_of(opt)} == {FULL}
+    torch.testing.assert_close(weights(model)["0.weight"], before - 2.0**-12, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
 def test_a_model_in_16_bits_already_trains_the_same_told_or_not(dtype, flat):
     """With `model` its `state_dict` is in 32 bits, without it the optimizer's has the masters."""
 
