@@ -471,6 +471,20 @@ def test_2_16_predictions_are_probabilities(end, dtype, is_first):
 
 
 @both
+def test_2_16_a_model_that_ends_in_softmax_only_where_it_predicts(dtype):
+    """What training has shown of a model says nothing of its evaluation."""
+
+    class Predicts(Ends):
+        def forward(self, x):
+            return self.linear(x) if self.training else super().forward(x)
+
+    model, _ = half(seeded(lambda: Predicts(nn.Softmax(-1))), dtype)
+    logits = model(X).detach()
+    with torch.no_grad():
+        assert_same(model.eval()(X), logits.softmax(-1))
+
+
+@both
 def test_2_16_a_sigmoid_does_not_become_1(dtype):
     model, _ = half(seeded(lambda: Ends(lambda y: torch.sigmoid(y[:, :1]))), dtype)
     with torch.no_grad():

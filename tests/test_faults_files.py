@@ -285,6 +285,21 @@ def test_5_a_search_for_a_rate_after_resume_skips_nothing(tmp_path):
     assert rates(learn) == rates(whole)
 
 
+def test_3_11_groups_that_are_cut_elsewhere_are_told_as_all_else_is(tmp_path):
+    """As many groups of one of PyTorch's optimizers, and other layers in them."""
+
+    def learner_in_halves(cut):
+        def halves(model):
+            return [tiny.params(model[:cut]), tiny.params(model[cut:])]
+
+        return make_learner("torch_adamw", tiny.conv_net, path=tmp_path, splitter=halves).to_bf16()
+
+    learner_in_halves(1).fit(1, cbs=Checkpoint("run"))
+    assert Checkpoint("run").resume(learner_in_halves(1)) == 1
+    with pytest.raises(MixedPrecisionError, match="of another optimizer, or of other groups"):
+        Checkpoint("run").resume(learner_in_halves(4))
+
+
 # 2.18: two runs with one name
 
 

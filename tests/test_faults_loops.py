@@ -160,6 +160,36 @@ def test_2_05_two_passes_for_one_loss_are_one_iteration():
     assert_same(buffers(model), expected)
 
 
+class Answer:
+    """An output that nobody can look into."""
+
+    def __init__(self, pred):
+        self.pred = pred
+
+
+class Answers(nn.Sequential):
+    """Returns one."""
+
+    def forward(self, x):
+        return Answer(super().forward(x).float())
+
+
+def test_2_05_two_passes_whose_outputs_show_no_graph_are_one_iteration():
+    model = Answers(*norm_net(0))
+    model, opt = with_masters(model, SGD(model.parameters(), lr=0.1))
+    scaler = LossScaler("cpu", 2.0**10)
+    for size in (1.0, math.inf):
+        expected = buffers(model)
+        opt.zero_grad()
+        (x, y), (x2, y2) = batch(0, size), batch(1)
+        one, two = model(x).pred, model(x2).pred
+        scaler.scale(cross_entropy(one, y) + cross_entropy(two, y2)).backward()
+        is_done = scaler.step(opt)
+        scaler.update()
+    assert is_done is False
+    assert_same(buffers(model), expected)
+
+
 def test_2_05_in_a_closure():
     model, opt, scaler = with_norms()
     step(model, opt, scaler)
