@@ -742,6 +742,33 @@ def test_a_group_added_to_an_optimizer_without_model_gets_masters():
     assert not torch.equal(model[3].weight, make(mlp).to(BF16)[3].weight)
 
 
+class SumsFromTheStart(optim.Optimizer):
+    """Adagrad whose sums are there before the first step, as of some versions of torch."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr))
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["sum"] = torch.zeros_like(p, requires_grad=False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                total = self.state[p]["sum"].addcmul_(p.grad, p.grad)
+                p.addcdiv_(p.grad, total.sqrt() + 1e-10, value=-group["lr"])
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
+def test_states_that_were_made_over_16_bit_parameters_are_kept_in_32(dtype, flat):
+    model = make(mlp).to(dtype)
+    model, opt = with_masters(
+        model, SumsFromTheStart(model.parameters()), dtype=dtype, flat_master=flat
+    )
+    train(model, opt, batches())
+    assert {s["sum"].dtype for s in opt.state_dict()["state"].values()} == {FULL}
+
+
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 @pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
 def test_a_part_that_was_frozen_in_16_bits_gets_32_bit_masters_when_it_is_trained(dtype, flat):
@@ -959,6 +986,33 @@ def test_a_file_of_any_kind_loads_into_any_other(source, target, name):
     if target == "loose":  # its weights are those of the model, rounded
         limit = 0.2
     assert distance(other, plain, begin) <= limit
+
+
+class MakesItsGroupsAnew(optim.AdamW):
+    """Has a `load_state_dict` of its own, that leaves other lists of parameters."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.param_groups = [{**g, "params": [*g["params"]]} for g in self.param_groups]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("cls", [optim.AdamW, MakesItsGroupsAnew])
+def test_a_state_of_other_shapes_is_refused_and_training_goes_on(cls, flat):
+    """It is found after PyTorch has taken the state, which does not look at shapes."""
+
+    def run(is_tried):
+        model = make(mlp)
+        model, opt = with_masters(model, cls(in_groups(model)), dtype=BF16, flat_master=flat)
+        losses = train(model, opt, batches(2))
+        if is_tried:
+            state = copy.deepcopy(opt.state_dict())
+            state["state"][0]["exp_avg"] = torch.zeros(3, 2)
+            with pytest.raises(ValueError, match="of another model: its 'exp_avg'"):
+                opt.load_state_dict(state)
+        return losses + train(model, opt, batches(2, seed=2)), weights(model), moments(opt)
+
+    assert_same(run(True), run(False))
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp16 flat", "bf16", "bf16 stream", "loose"])
