@@ -1705,9 +1705,26 @@ class MixedStep:
         held.note_weights()
         return held
 
+    def preview(
+        self,
+        make: Callable[[], Any],  # makes an optimizer to look at, which is thrown away
+    ) -> None:
+        "Lay the masters out for an optimizer that comes later. Raises: as `hold` of it."
+        it = self._get_attached()
+        device = next(iter(it.masters.master)).device
+        with _same_random_state(device):
+            opt = make()
+        if self.flat_master:
+            check_elementwise(opt, device)
+        if it.opt is not None:
+            it.opt.to_model()
+        it.masters.lay_out([list(ps) for ps in _get_lists(_core(opt))])
+
     def _take_over(self, before, opt):
         if before is not None:
             before.to_model()
+        else:
+            self.masters.adopt()  # what was written since `attach`
         held = OptimizerOnMasters(opt, self.masters, self.scaler, compiled=self.compiled)
         if before is not None:
             held.unscaled = before.unscaled  # the gradients are the same

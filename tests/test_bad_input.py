@@ -10,6 +10,7 @@ from fastai.losses import MSELossFlat
 from tiny import (
     LAYERWISE,
     Do,
+    bits,
     conv_net,
     make_dls,
     make_learner,
@@ -157,17 +158,21 @@ def test_the_optimizer_is_named(name, opt):
 
 
 def test_a_layer_wise_optimizer_that_comes_later():
-    """The optimizer is exchanged after a flat fit: told at the next one, nothing is lost."""
+    """The optimizer is exchanged after a flat fit: told as it is made, and all is as it was."""
     learn = make_learner().to_fp16(flat_master=True)
     learn.fit(1)
-    before = masters(learn)
+    before, opt = bits(learn), learn.opt
     learn.opt_func = LAYERWISE["lamb"]
     with pytest.raises(MixedPrecisionError, match="whole layers"):
         learn.fit(1, reset_opt=True)
-    assert_same([p.detach() for p in learn.model.parameters()], before)
+    assert learn.opt is opt
+    assert_same(bits(learn), before)
+    assert_usable(learn, torch.float16)
+    before = masters(learn)
     learn.to_fp16()
     assert_same(masters(learn), before)
-    assert_usable(learn, torch.float16)
+    learn.fit(1, reset_opt=True)
+    assert "lamb_step" in str(learn.opt.opt.cbs) and learn.opt is not opt
 
 
 # Sparse gradients

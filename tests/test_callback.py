@@ -984,6 +984,7 @@ def test_an_interruption_inside(where, opt, flat, monkeypatch):
         learn.loss_func = interrupt(learn.loss_func, 3)
     if where == "backward":
         monkeypatch.setattr(torch.Tensor, "backward", interrupt(torch.Tensor.backward, 3))
+    learn.create_opt()
     core = learn.opt.opt
     core = getattr(core, "opt", core) if opt != "sgd" else core
     if where == "step":

@@ -252,6 +252,7 @@ def test_pain_08_a_scheduler_of_torch(flat):
     A user who wants a schedule that goes by steps asks `n_skipped`, and no warning comes.
     """
     learn = make_learner("torch_adamw").to_fp16(flat_master=flat)
+    learn.create_opt()
     schedule = torch.optim.lr_scheduler.StepLR(learn.opt.opt.opt, 1, gamma=0.5)
     seen, asked = [], []
 
@@ -273,6 +274,7 @@ def test_pain_08_a_scheduler_of_torch(flat):
 def test_pain_12_scale_collapses(dynamic, flat):
     """D11, X1: no floor, the scale becomes 0 and the next healthy batch makes the weights nan."""
     learn = make_learner().to_fp16(flat_master=flat, max_skips=15, dynamic=dynamic)
+    learn.create_opt()
     before = bits(learn)
 
     def overflow(learn):
@@ -696,6 +698,7 @@ def test_pain_39_a_skipped_step_moves_nothing(opt, flat):
 def test_pain_39_hooks_of_the_optimizer_are_not_called(flat):
     """What hangs on the optimizer itself hears of the steps that are taken, and of no other."""
     learn, calls = make_learner("torch_adamw").to_fp16(flat_master=flat), []
+    learn.create_opt()
     learn.opt.opt.opt.register_step_post_hook(lambda *_: calls.append(learn.iter))
     learn.fit(1, 0.01, cbs=overflowing(2))
     assert calls == [0, 1, 3]

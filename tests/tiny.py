@@ -236,6 +236,8 @@ def weights(learn):
 
 def opt_state(learn):
     """Return a copy of the optimizer's state, per model parameter, and its hyper-parameters."""
+    if learn.opt is None:
+        return None
     state = plain(learn.opt.state_dict())
     state.pop("loss_scale", None)
     return state
