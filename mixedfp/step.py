@@ -1697,12 +1697,13 @@ class MixedStep:
         it = self._get_attached()
         held = it.opt
         if held is None or held.opt is not opt:
-            held = it.opt = self._take_over(it.opt, opt)
+            held = self._take_over(it.opt, opt)
         held.layers = it.layers
         lists = [list(ps) for ps in _get_lists(_core(held.to_model()))]
         held.move_states()
         it.masters.lay_out(lists, held)
         held.note_weights()
+        it.opt = held
         return held
 
     def preview(

@@ -890,6 +890,7 @@ def test_state_made_at_the_start_is_in_32_bits(precision, flat):
     for p in (None, precision):
         learn = learner("used_twice", p, flat, opt=torch_optimizer(torch.optim.Adagrad, lr=0.1))
         if p is not None:
+            learn.create_opt()
             assert learn.opt.state_dict()["state"][0]["sum"].dtype == torch.float32
         learn.fit(2, 0.1)
         ends.append(weights(learn.to_fp32()))
@@ -910,11 +911,20 @@ def distinct_groups(model):
 @pytest.mark.parametrize("opt", ["sgd", "torch_sgd"])
 def test_a_parameter_in_two_groups_is_refused(opt, precision, flat):
     """As torch.optim does; fastai's own optimizers would step it twice. Nothing is changed."""
+    refused = pytest.raises(ValueError, match="two groups|more than one parameter group")
     learn = learner("used_twice", opt=opt, splitter=shared_groups)
     before = everything(learn.model)
-    with pytest.raises(ValueError, match="two groups|more than one parameter group"):
-        learn.to_fp16(dtype=HALVES[precision], flat_master=flat)
-    assert_same(everything(learn.model), before)
+    if flat:
+        with refused:
+            learn.to_fp16(dtype=HALVES[precision], flat_master=True)
+        assert_same(everything(learn.model), before)
+        return
+    learn.to_fp16(dtype=HALVES[precision])
+    for first in (learn.create_opt, learn.freeze, lambda: learn.fit(1)):
+        with refused:
+            first()
+        assert learn.opt is None and not learn.mp_cb.mixed.has_opt
+    assert_same(everything(learn.to_fp32().model), before)
 
 
 @FLAT

@@ -185,6 +185,7 @@ def test_scales_are_saved_and_loaded_with_the_optimizer(tmp_path):
 
 def test_scales_of_other_layers_are_left_alone(tmp_path, caplog):
     learn = learner(BY_HAND, path=tmp_path)
+    learn.create_opt()  # with which scales are saved
     learn.save("run")
     other = learner({"0": 2.0}, path=tmp_path)
     other.load("run")
