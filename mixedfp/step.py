@@ -838,7 +838,7 @@ class OptimizerOnMasters:
             large = self._large_units()
             for p in (p for u in large for p in u.params):
                 p.grad = None  # new ones cost less than to fill and to add to the old ones
-            self.is_cleared = bool(large)
+            self.is_cleared = self.is_cleared or bool(large)  # of a second call none are left
             return _zero_(
                 [u.master.grad for u in self._without(large) if u.master.grad is not None]
             )

@@ -443,3 +443,32 @@ def test_gradients_put_there_after_they_were_cleared_begin_an_iteration(flat):
     (scaler.scale(cross_entropy(model(x), y)) * math.inf).backward()
     scaler.step(opt)
     assert_same(net[1].running_mean, before)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_that_are_cleared_twice_are_zeros_still(monkeypatch, flat):
+    """What a batch does not use is stepped with zeros; after `lr_find`, too, which clears again."""
+    monkeypatch.setattr(mixedfp.step, "LARGE", 1)
+
+    class InTurn(nn.Module):
+        """Use one of two layers."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers, self.n = nn.ModuleList(nn.Linear(4, 2) for _ in range(2)), 0
+
+        def forward(self, x):
+            """Use them in turn."""
+            self.n += 1
+            return self.layers[self.n % 2](x.flatten(1)[:, :4])
+
+    def train(change):
+        learn = make_learner("sgd", InTurn)
+        change(learn)
+        learn.fit(1)
+        learn.opt.zero_grad()
+        learn.fit(1)
+        return weights(learn)
+
+    half = MixedPrecision(dtype=torch.float32, flat_master=flat)
+    assert_same(train(lambda learn: learn.add_cb(half)), train(lambda learn: None))
