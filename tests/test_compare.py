@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 
@@ -93,14 +94,11 @@ def test_wrong_arguments_end_in_one_line_before_training(args, message, capsys, 
 
 
 def test_command_without_cifar10_says_so(monkeypatch, capsys, tmp_path):
-    from mixedfp import examples
-
     def no_network(url):
         raise OSError("no network")
 
     monkeypatch.delenv("CIFAR10_PATH", raising=False)
-    monkeypatch.setattr(examples, "fastai_path", lambda folder: tmp_path / folder)
-    monkeypatch.setattr(examples, "untar_data", no_network)
+    inside.fastais_data(monkeypatch, tmp_path, no_network)
     with pytest.raises(SystemExit):
         main([*QUICK, "--data", "cifar10"])
     assert "none of four places" in capsys.readouterr().err
