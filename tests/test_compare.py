@@ -11,14 +11,8 @@ import inside
 import pytest
 import torch
 
-from mixedfp.compare import (
-    DEFAULT_PRECISIONS,
-    PRECISIONS,
-    Result,
-    compare,
-    main,
-    results_table,
-)
+from mixedfp.command import DEFAULT_PRECISIONS, PRECISIONS, main
+from mixedfp.compare import Result, compare, results_table
 from mixedfp.testing import assert_same
 
 QUICK = ["--model", "darknet-small", "--epochs", "1", "--n-train", "128", "--n-valid", "32"]
@@ -27,7 +21,7 @@ QUICK += ["--device", "cpu"]
 
 def run_command(folder: Path, *args: str) -> subprocess.CompletedProcess:
     """Run `mixedfp_compare` with `args` in `folder`."""
-    code = "from mixedfp.compare import main; main()"
+    code = "from mixedfp.command import main; main()"
     root = Path(__file__).resolve().parent.parent
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

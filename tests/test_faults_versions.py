@@ -15,7 +15,8 @@ from PIL import Image
 from torch import nn
 
 from mixedfp import compare as comparison
-from mixedfp.compare import Result, bytes_per_parameter, compare, main, results_table
+from mixedfp.command import main
+from mixedfp.compare import Result, bytes_per_parameter, compare, results_table
 from mixedfp.examples import FlipCrop, photos
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.step import MixedStep, is_elementwise
