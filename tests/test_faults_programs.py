@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 
+import inside
 import pytest
 import torch
 from fastai.callback.core import Callback, CancelBatchException
@@ -13,8 +14,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-import mixedfp.onepass
-import mixedfp.step
 from mixedfp.callback import MixedPrecision
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
@@ -383,14 +382,13 @@ def test_cleared_gradients_begin_an_iteration_though_they_are_zeros(set_to_none)
 
 def test_a_parameter_without_elements_before_a_large_one(monkeypatch):
     """What is stepped at once is never empty."""
-    monkeypatch.setattr(mixedfp.step, "LARGE", 1)
-    monkeypatch.setattr(mixedfp.onepass, "_CUT", 4)
-    monkeypatch.setattr(mixedfp.onepass, "_ALONE", 4)
+    inside.everything_is_large(monkeypatch)
+    inside.chunk_size(monkeypatch, 4, alone=4)
     results = []
     for flat in (False, True):
         model = Sum()
         mixed = MixedStep(torch.float32, flat_master=flat, scaler=LossScaler("cpu", 8.0))
-        mixed.direct = flat
+        inside.be_exclusive(mixed, flat)
         mixed.attach(model)
         opt = torch.optim.SGD(list(model.parameters()), lr=0.1, momentum=0.9)
         opt = mixed.hold(opt)
