@@ -446,7 +446,7 @@ def test_gradients_put_there_after_they_were_cleared_begin_an_iteration(flat):
 @pytest.mark.parametrize("flat", [False, True])
 def test_gradients_that_are_cleared_twice_are_zeros_still(monkeypatch, flat):
     """What a batch does not use is stepped with zeros; after `lr_find`, too, which clears again."""
-    monkeypatch.setattr(mixedfp.step, "LARGE", 1)
+    inside.everything_is_large(monkeypatch)
 
     class InTurn(nn.Module):
         """Use one of two layers."""
