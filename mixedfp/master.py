@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import chain, groupby
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -422,7 +422,8 @@ class Unit:
         for i, p in enumerate([*self.params, None]):
             n = 0 if p is None else p.numel()
             if run and (p is None or n >= alone or stop - start + n > size):
-                yield Stretch(self, run, slice(start, stop))
+                if stop > start:  # parameters may be empty
+                    yield Stretch(self, run, slice(start, stop))
                 run, start = [], stop
             stop += n
             if p is not None and n >= alone:
@@ -809,6 +810,10 @@ class MasterParams:
             if now is not None and is_castable(now) and now.dtype != kept.dtype:
                 kept.full = kept.whole(now)
                 m._buffers[k] = kept.full.to(kept.dtype)
+
+    def is_in_its_dtypes(self) -> bool:
+        "Whether each parameter of the model has the dtype it was cast to."
+        return all(map(is_, map(attrgetter("dtype"), self.param_dtype), self.param_dtype.values()))
 
     def float_model(self) -> nn.Module:
         """Make a twin of the model in 32 bits: its parameters *are* the masters.

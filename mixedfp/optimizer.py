@@ -242,6 +242,9 @@ class IterationBuffers:
         # an object that lives as long as the graphs of the iteration's passes; held by us during
         # a pass, and after one whose output shows no graph
         self._token, self._pass, self._unseen = lambda: None, None, None
+        # gradients that were cleared and kept, and how often each was written; None: whatever is
+        # there at the next pass is of no pass before, since no graph was left
+        self._zeros = None
         self._depth = 0  # of passes that are under way: a model may call itself
         self._hooks, self._called = [], _called(model)
         if self.keeper.slots:
@@ -301,7 +304,23 @@ class IterationBuffers:
     def _goes_on(self):
         if not (self.keeper.is_pending and self._has_begun):
             return False
-        return self.is_within_step or any(p.grad is not None for p in self.params())
+        if self.is_within_step:
+            return True
+        if self.is_cleared and self._zeros is None:
+            return False
+        if not (self.is_cleared and self._zeros):
+            return any(p.grad is not None for p in self.params())
+        grads = [p.grad for p in self.params() if p.grad is not None]
+        now = [(id(g), g._version) for g in grads]
+        return now != [(id(g), version) for g, version in self._zeros]
+
+    def clear(self) -> None:
+        "Begin anew with the next pass: the gradients were cleared, maybe to zeros."
+        if not self.is_within_step:
+            self.is_cleared = True
+            grads = [p.grad for p in self.params() if p.grad is not None]
+            has_graph = self._token() is not None
+            self._zeros = [(g, g._version) for g in grads] if has_graph else None
 
     def _save(self):
         self._has_begun = True
@@ -545,7 +564,7 @@ class MasterOptimizer(Optimizer):
     ) -> None:
         "Clear the gradients of model and masters."
         self._on.zero_grad(set_to_none)
-        self._buffers.is_cleared = not self._buffers.is_within_step
+        self._buffers.clear()
         self._taker.listen(self._params())  # something may have been unfrozen
 
     # the step

@@ -55,7 +55,7 @@ from mixedfp.distributed import (
 )
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
-from .master import MasterParams, check_dense, own_storage
+from .master import MasterParams, check_dense, masters_of, own_storage
 from .onepass import ABSENT, NotElementwise, OnePass
 from .scaler import LossScaler, check_flag, check_positive, is_finite
 
@@ -838,7 +838,7 @@ class OptimizerOnMasters:
             large = self._large_units()
             for p in (p for u in large for p in u.params):
                 p.grad = None  # new ones cost less than to fill and to add to the old ones
-            self.is_cleared = bool(large)
+            self.is_cleared = self.is_cleared or bool(large)  # of a second call none are left
             return _zero_(
                 [u.master.grad for u in self._without(large) if u.master.grad is not None]
             )
@@ -996,10 +996,13 @@ def _rename_inner_states(core, names):
 
 
 def _check_shapes(core):
+    n_all = sum(p.numel() for ps in _get_lists(core) for p in ps)
     for ps in _get_lists(core):
         for p in ps:
             for k, v in core.state.get(p, {}).items():
                 like_p = isinstance(v, Tensor) and v.ndim == p.ndim > 0
+                if like_p and v.shape == (n_all,):  # LBFGS: one state for all parameters
+                    continue
                 if like_p and any(a not in (1, b) for a, b in zip(v.shape, p.shape, strict=True)):
                     raise ValueError(
                         f"the state is of another model: its {k!r} is of shape {tuple(v.shape)}, "
@@ -1033,7 +1036,7 @@ def _is_large(u):
 
 
 def _is_large_vector(t):
-    return t.numel() >= LARGE or t.device.type != "cpu"
+    return t.numel() >= LARGE or (t.device.type != "cpu" and t.numel() > 0)
 
 
 _get_version, _get_grad = attrgetter("_version"), attrgetter("grad")
@@ -1321,6 +1324,8 @@ class HalfForward(WrappedForward):
         """Compute the forward pass."""
         if self.dtype == torch.float32:
             return self._compute(args, kwargs)
+        if not torch.compiler.is_compiling():
+            self._take_over_weights()
         args, inputs = cast_floats((args, kwargs), self.dtype)
         if any("label" in k for k in kwargs):  # targets: a loss inside the model is in 32 bits
             inputs = {k: kwargs[k] if "label" in k else v for k, v in inputs.items()}
@@ -1333,6 +1338,12 @@ class HalfForward(WrappedForward):
                 f"{e}, in {self._where(e)}: a constant there is beyond float16's 65504. Write "
                 "torch.finfo(x.dtype).min (or .max) instead, or train in bfloat16 with to_bf16()"
             ) from e
+
+    def _take_over_weights(self):
+        "Cast what others have put into the model in another dtype: no pass computes with both."
+        masters = masters_of(self.model)
+        if masters is not None and not masters.is_in_its_dtypes():
+            masters.adopt()
 
     def _compute(self, args, kwargs, need=None, find=None):
         with nullcontext() if self.layers is None else self.layers.listening():

@@ -9,20 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import ComputeInFloat32, cast_floats, map_tensors, stays_float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mixedfp.cast import (
-    ComputeInFloat32,
-    bn2float,
-    cast_floats,
-    map_tensors,
-    model2float,
-    model2half,
-    stays_float,
-    to_float,
-    to_half,
-)
+from mixedfp.cast import bn2float, model2float, model2half, to_float, to_half
 from mixedfp.testing import assert_same
 
 Pair = namedtuple("Pair", "a b")

@@ -1,7 +1,10 @@
 """Faults that random programs have found, each as small as it can be."""
 
+import copy
+import math
 import warnings
 
+import inside
 import pytest
 import torch
 from fastai.callback.core import Callback, CancelBatchException
@@ -14,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mixedfp.callback import MixedPrecision
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
+from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same, tiny_batch, tiny_net
 
 WAYS = pytest.mark.parametrize("flat", [None, False, True], ids=["plain", "each", "flat"])
@@ -301,3 +305,168 @@ def test_a_buffer_put_in_the_place_of_another_is_restored_where_the_device_decid
         scaler.step(opt)
         scaler.update()
     assert scaler.skipped == [1] and model.last == 3.0
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(4), lambda: nn.GroupNorm(2, 4)])
+def test_a_32_bit_vector_is_written_into_a_16_bit_model(norm):
+    """`vector_to_parameters` leaves 32-bit weights in the model: the next pass casts them."""
+    net = nn.Sequential(nn.Linear(4, 4), norm(), nn.Linear(4, 2))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, opt = with_masters(net, opt, dtype=torch.bfloat16, flat_master=True)
+    written = torch.linspace(-1.001, 0.999, sum(p.numel() for p in model.parameters()))
+    x, y = torch.randn(8, 4), torch.arange(8) % 2
+    for _ in range(2):
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        nn.utils.vector_to_parameters(written, model.parameters())
+    model(x)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    held = nn.utils.parameters_to_vector([v for v in model.state_dict().values()])
+    assert_same(held, written)
+
+
+def test_lbfgs_with_a_first_parameter_of_one_dimension():
+    """LBFGS keeps one state for all parameters with the first, whose shape it does not have."""
+
+    def make_one():
+        net = nn.Sequential(nn.LayerNorm(4, bias=False), nn.Linear(4, 2))
+        opt = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=3)
+        return with_masters(net, opt, dtype=torch.float32)
+
+    def step(model, opt):
+        def closure():
+            opt.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+    x, y = torch.randn(8, 4), torch.arange(8) % 2
+    (model, opt), (other, loaded) = make_one(), make_one()
+    step(model, opt)
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for pair in ((model, opt), (other, loaded)):
+        step(*pair)
+    assert_same(*(nn.utils.parameters_to_vector(m.parameters()) for m in (model, other)))
+
+
+class Sum(nn.Module):
+    """A parameter without elements, then one with many."""
+
+    def __init__(self):
+        super().__init__()
+        self.none, self.w = nn.Parameter(torch.empty(0)), nn.Parameter(torch.linspace(-1, 1, 10))
+
+    def forward(self, x):
+        """Return a sum."""
+        return (self.w * x).sum() + self.none.sum()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_cleared_gradients_begin_an_iteration_though_they_are_zeros(set_to_none):
+    """A step that is skipped restores the buffers of its own iteration, not of the one before."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model, opt = make(False, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    scaler, (x, y) = LossScaler("cpu", 8.0), (torch.randn(8, 4), torch.arange(8) % 2)
+    scaler.scale(cross_entropy(model(x), y)).backward()
+    opt.zero_grad(set_to_none=set_to_none)
+    before = net[1].running_mean.clone()
+    (scaler.scale(cross_entropy(model(x), y)) * math.inf).backward()
+    assert not torch.equal(net[1].running_mean, before)
+    scaler.step(opt)
+    assert_same(net[1].running_mean, before)
+
+
+def test_a_parameter_without_elements_before_a_large_one(monkeypatch):
+    """What is stepped at once is never empty."""
+    inside.everything_is_large(monkeypatch)
+    inside.chunk_size(monkeypatch, 4, alone=4)
+    results = []
+    for flat in (False, True):
+        model = Sum()
+        mixed = MixedStep(torch.float32, flat_master=flat, scaler=LossScaler("cpu", 8.0))
+        inside.be_exclusive(mixed, flat)
+        mixed.attach(model)
+        opt = torch.optim.SGD(list(model.parameters()), lr=0.1, momentum=0.9)
+        opt = mixed.hold(opt)
+        for _ in range(2):
+            mixed.scale(model(mixed.cast(torch.arange(10.0), training=True))).backward()
+            assert mixed.unscale()
+            mixed.step()
+            mixed.update()
+            opt.zero_grad()
+        results.append(model.state_dict()["w"])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("flat", [None, False, True], ids=["plain", "each", "flat"])
+def test_a_loss_that_is_scaled_by_hand(flat, unscale):
+    """`loss * get_scale()` is divided again at every step, of both optimizers, as by PyTorch's."""
+
+    def train(make_scaler, flat):
+        torch.manual_seed(0)
+        nets = [nn.Linear(4, 2), nn.Linear(2, 2)]
+        opts = [torch.optim.SGD(net.parameters(), lr=0.05) for net in nets]
+        pairs = [make(flat, net, opt) for net, opt in zip(nets, opts, strict=True)]
+        scaler = make_scaler("cpu", init_scale=16.0)
+        scaler.scale(torch.ones(1))  # makes the scale
+        for _ in range(3):
+            loss = nets[1](nets[0](torch.ones(3, 4))).square().sum()
+            (loss * scaler.get_scale()).backward()
+            for _, opt in pairs:
+                if unscale:
+                    scaler.unscale_(opt)
+                scaler.step(opt)
+                opt.zero_grad()
+            scaler.update()
+        return [p.detach().clone() for net in nets for p in net.parameters()]
+
+    assert_same(train(LossScaler, flat), train(torch.amp.GradScaler, None))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_put_there_after_they_were_cleared_begin_an_iteration(flat):
+    """Zeros of one's own are no gradient of a pass before: the skipped step is the last pass's."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model, opt = make(flat, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    scaler, (x, y) = LossScaler("cpu", 8.0), (torch.randn(8, 4), torch.arange(8) % 2)
+    scaler.scale(cross_entropy(model(x), y)).backward()
+    opt.zero_grad()
+    net[0].weight.grad = torch.zeros_like(net[0].weight)
+    before = net[1].running_mean.clone()
+    (scaler.scale(cross_entropy(model(x), y)) * math.inf).backward()
+    scaler.step(opt)
+    assert_same(net[1].running_mean, before)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_that_are_cleared_twice_are_zeros_still(monkeypatch, flat):
+    """What a batch does not use is stepped with zeros; after `lr_find`, too, which clears again."""
+    inside.everything_is_large(monkeypatch)
+
+    class InTurn(nn.Module):
+        """Use one of two layers."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers, self.n = nn.ModuleList(nn.Linear(4, 2) for _ in range(2)), 0
+
+        def forward(self, x):
+            """Use them in turn."""
+            self.n += 1
+            return self.layers[self.n % 2](x.flatten(1)[:, :4])
+
+    def train(change):
+        learn = make_learner("sgd", InTurn)
+        change(learn)
+        learn.fit(1)
+        learn.opt.zero_grad()
+        learn.fit(1)
+        return weights(learn)
+
+    half = MixedPrecision(dtype=torch.float32, flat_master=flat)
+    assert_same(train(lambda learn: learn.add_cb(half)), train(lambda learn: None))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import cloudpickle
 import pytest
 import torch
+from inside import ComputeInFloat32, has_fp16_arithmetic, masters_by_param
 from tiny import (
     Do,
     bits,
@@ -32,7 +33,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from mixedfp.cast import ComputeInFloat32, has_fp16_arithmetic
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
@@ -566,7 +566,7 @@ def trained(name, precision=None, flat=False):
     seen.dtypes = {k: p.dtype for k, p in named.items()}
     seen.preds = learn.get_preds(act=nn.Identity())[0]
     if precision is not None:
-        owner = learn.mp_cb.mixed.masters.master
+        owner = masters_by_param(learn.mp_cb.mixed)
         seen.masters = {k: owner[p].detach().clone() for k, p in named.items() if p in owner}
     learn.to_fp32()
     kept = {k: b.detach().clone() for k, b in learn.model.named_buffers()}

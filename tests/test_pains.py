@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,6 @@ from tiny import (
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from mixedfp import cast
 from mixedfp.examples import photos
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.scaler import LossScaler
@@ -48,7 +48,7 @@ FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 @pytest.fixture
 def told(caplog):
     """Return the notices that the library gave in this test."""
-    cast.notice_once.cache_clear()
+    inside.forget_notices()
     caplog.set_level(logging.WARNING, logger="mixedfp")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "mixedfp"]
 
@@ -506,7 +506,8 @@ def test_pain_27_a_cpu_is_a_device(to, dtype, flat):
     for hook in hooks:
         hook.remove()
     assert seen == {dtype} and learn.model[0].weight.dtype == dtype
-    assert learn.mp_cb.mixed.scaler._device == "cpu" or torch.accelerator.is_available()
+    device = inside.scaler_device(learn.mp_cb.mixed.scaler)
+    assert device == "cpu" or torch.accelerator.is_available()
     plain = make_learner()
     plain.fit(1)
     assert not torch.equal(weights(plain)["0.weight"], weights(learn)["0.weight"])
