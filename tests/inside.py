@@ -155,6 +155,11 @@ def move_states(on, opt):
     on.move_states()
 
 
+def is_on_masters(opt):
+    """Whether `opt`, a Learner's, steps the masters; None and a plain one do not."""
+    return isinstance(opt, OptimizerOnMasters)
+
+
 def users_optimizer(opt):
     """Return the optimizer that the user made, over the model's parameters, from `learn.opt`."""
     return opt.to_model()
