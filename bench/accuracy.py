@@ -23,7 +23,8 @@ import torch
 from fastai.callback.core import Callback, CancelValidException
 from fastai.torch_core import set_seed
 
-from mixedfp.compare import MODELS, OPTIMIZERS, PRECISIONS, make_learner, train_once
+from mixedfp.command import PRECISIONS
+from mixedfp.compare import MODELS, OPTIMIZERS, make_learner, train_once
 from mixedfp.examples import cifar10
 
 COLUMNS = ["precision", "lr", "seed", "accuracy", "valid_loss", "skipped", "loss_scale"]

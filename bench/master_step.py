@@ -20,6 +20,7 @@ import gc
 import json
 import os
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,6 +40,9 @@ from torch.profiler import ProfilerActivity, profile
 from mixedfp.optimizer import MasterOptimizer
 from mixedfp.scaler import LossScaler
 from mixedfp.step import MixedStep
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import inside  # noqa: E402
 
 try:
     from fastai.callback.fp16 import get_master as fastai_masters
@@ -198,7 +202,7 @@ class Ours:
     ):
         scaler = LossScaler(DEVICE, init_scale=512.0, enabled=dtype == torch.float16)
         self.mixed = MixedStep(dtype, flat, scaler, compiled=compiled)
-        self.mixed.direct = flat
+        inside.be_exclusive(self.mixed, flat)
         self.mixed.attach(model.float())
         self.opt = self.mixed.hold(make(opt, list(model.parameters())))
         self.params = list(model.parameters())
@@ -217,13 +221,7 @@ class Ours:
 
     def held(self) -> list[Tensor]:
         """List the tensors that are kept beside the model."""
-        one_pass = self.opt.one_pass
-        memory = list(one_pass.memory.values()) if one_pass else []
-        stretches = [s for u in self.opt.units for s in (one_pass.stretches(u) if one_pass else [])]
-        memory += [s.own for s in stretches if s.own is not None]
-        masters = [u.master for u in self.opt.units]
-        grads = [g.whole for g in self.mixed.masters.grads.values() if g.is_there]
-        return [*masters, *grads, *memory, *_tensors(self.opt.opt.state)]
+        return [*inside.tensors_held(self.opt), *_tensors(self.opt.opt.state)]
 
 
 class OursPlain:
@@ -244,7 +242,7 @@ class OursPlain:
     def after(self, params: list[Parameter]) -> None:
         """Do what hooks do during the backward pass."""
         for p in params:
-            self.opt._taker(p)
+            inside.deliver_grad(self.opt, p)
 
     def step(self) -> None:
         """Unscale and check, step, update the scale, clear the gradients."""
@@ -254,8 +252,7 @@ class OursPlain:
 
     def held(self) -> list[Tensor]:
         """List the tensors that are kept beside the model."""
-        units = self.opt._on.units or []
-        return [*(u.master for u in units), *(u.grad for u in units), *_tensors(self.opt.state)]
+        return [*inside.tensors_held(self.opt), *_tensors(self.opt.state)]
 
 
 WAYS: dict[str, Callable] = {}

@@ -6,6 +6,7 @@
 __all__ = ['mixed_precision', 'MixedPrecision']
 
 # %% ../nbs/10_callback.ipynb #c9437061
+import copy
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -38,13 +39,6 @@ def _looks_at_grads(cb):
     if kind.__call__ is not Callback.__call__ or kind.__getattr__ is not Callback.__getattr__:
         return True
     return any(event in vars(cb) or hasattr(kind, event) for event in _WITH_GRADS)
-
-
-class _OnMasters(partial):
-    "Makes optimizers on masters; to `learn.summary()` it is the function that was given."
-
-    def __repr__(self):
-        return repr(self.args[0])
 
 
 class _OneLearner:
@@ -89,7 +83,8 @@ class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
     From the moment it is added to a learner until it is removed, `learn.model` is in `dtype` and
-    `learn.opt` steps the masters. `learn.mixed_precision` and `learn.mp_cb` name it.
+    `learn.opt`, once there is one, steps the masters. `learn.mixed_precision` and `learn.mp_cb`
+    name it.
     Raises: TypeError, ValueError for settings that make no sense; MixedPrecisionError for what
     cannot work.
     """
@@ -173,6 +168,8 @@ class MixedPrecision(Callback):
         try:
             self.mixed.attach(self.model)
             self._hold()
+            if is_new and self.mixed.flat_master and self.learn.opt is None:
+                self.mixed.preview(self._make_probe)  # what cannot be flat is said now
             self._guard()
         except Exception:
             self._detach()  # what cannot be trained in 16 bits is left in 32
@@ -187,25 +184,30 @@ class MixedPrecision(Callback):
             self.learn.model.register_forward_pre_hook(_OneLearner(self))
 
     def _hold(self):
-        opt_func = self.learn.opt_func
-        if callable(opt_func) and not self._is_ours(opt_func):
-            lr = {k: v for k, v in getattr(opt_func, "keywords", {}).items() if k == "lr"}
-            # fastai looks for its lr
-            self.learn.opt_func = _OnMasters(self._make_opt, opt_func, **lr)
-        if self.learn.opt is None:
-            self.learn.create_opt()  # a checkpoint loaded before the first fit is to find masters
-        self.learn.opt = self.mixed.hold(self.learn.opt)
+        "Have the Learner's optimizer step the masters, and each that it makes from here on."
+        vars(self.learn).setdefault("create_opt", self._create_opt)
+        if self.learn.opt is not None:
+            self.learn.opt = self.mixed.hold(self.learn.opt)
 
-    def _make_opt(self, opt_func, *args, **kwargs):
-        "An optimizer made at any time is one on masters: no state is ever loaded in 16 bits."
-        return self.mixed.hold(opt_func(*args, **kwargs))
+    def _create_opt(self):
+        "Create an optimizer that steps the masters: no state is ever loaded in 16 bits."
+        before = self.learn.opt
+        try:
+            type(self.learn).create_opt(self.learn)
+            self._hold()
+        except BaseException:
+            self.learn.opt = before  # none that was refused
+            raise
 
-    def _is_ours(self, opt_func):
-        return isinstance(opt_func, partial) and opt_func.func == self._make_opt
+    def _make_probe(self):
+        "The optimizer that the Learner would create, made by a copy: the Learner stays as it is."
+        learn = copy.copy(self.learn)
+        type(learn).create_opt(learn)
+        return learn.opt
 
     def _detach(self):
-        if self._is_ours(self.learn.opt_func):
-            self.learn.opt_func = self.learn.opt_func.args[0]
+        if vars(self.learn).get("create_opt") == self._create_opt:
+            del self.learn.create_opt
         if self.mixed.has_opt and self.learn.opt is self.mixed.opt:
             self.learn.opt = self.mixed.opt.to_model()
         for m in self.learn.model.modules():  # the model may be inside of another one by now
@@ -342,13 +344,19 @@ class MixedPrecision(Callback):
 
         For averages of weights, evaluation and export in 32 bits; what is trained on shows in it.
         """
-        return self._laid_out().float_model()
+        return self._get_masters().float_model()
 
-    def _laid_out(self):
+    def _get_masters(self):
         if not self.mixed.is_attached:
             raise MixedPrecisionError("no masters yet: add this callback to a Learner first")
         self._hold()
         return self.mixed.masters
+
+    def _laid_out(self):
+        masters = self._get_masters()
+        if self.learn.opt is None:
+            self.mixed.preview(self._make_probe)
+        return masters
 
     @property
     def loss_scale(self) -> float:

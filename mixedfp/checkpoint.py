@@ -368,14 +368,19 @@ class Checkpoint(Callback):
         if not path.exists():
             return 0
         state = self._read(learn)
+        model = get_model(learn.model)
+        _check_model(state["model"], model.state_dict(), path)
+        before = learn.opt, learn.lr
         if learn.opt is None:
             learn.create_opt()
         opt: Any = learn.opt
-        model = get_model(learn.model)
-        _check_model(state["model"], model.state_dict(), path)
-        _check_opt(state["opt"], opt.state_dict(), path)
-        opt.load_state_dict(state["opt"])
-        model.load_state_dict(state["model"])
+        try:
+            _check_opt(state["opt"], opt.state_dict(), path)
+            opt.load_state_dict(state["opt"])
+            model.load_state_dict(state["model"])
+        except Exception:
+            learn.opt, learn.lr = before
+            raise
         self.n_done = state["opt"][_KEY]["n_done"]
         return self.n_done
 

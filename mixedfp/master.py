@@ -872,7 +872,7 @@ class MasterParams:
     def lay_out(
         self,
         param_lists: list[list[Parameter]],  # an optimizer's groups
-        owner: Any = None,  # that optimizer, where several train one model
+        owner: Any = None,  # that optimizer; None: as long as there is none
     ) -> None:
         """Order `model_params` and `master_params` as the optimizer's groups: two lists a group.
 
@@ -886,6 +886,8 @@ class MasterParams:
             model_params.append([p for p in ps if id(p) not in second])
             model_params.append([p for p in ps if id(p) in second])
         ids = _ids(model_params)
+        if owner is not None and owner not in self.layouts and None in self.layouts:
+            self.layouts[owner] = self.layouts.pop(None)  # made before there was an optimizer
         if owner in self.layouts and ids == _ids(self.layouts[owner][0]):
             return
         trained = set(sum(ids, []))

@@ -242,7 +242,9 @@ class IterationBuffers:
         # an object that lives as long as the graphs of the iteration's passes; held by us during
         # a pass, and after one whose output shows no graph
         self._token, self._pass, self._unseen = lambda: None, None, None
-        self._zeros = []  # gradients that were cleared and kept, and how often each was written
+        # gradients that were cleared and kept, and how often each was written; None: whatever is
+        # there at the next pass is of no pass before, since no graph was left
+        self._zeros = None
         self._depth = 0  # of passes that are under way: a model may call itself
         self._hooks, self._called = [], _called(model)
         if self.keeper.slots:
@@ -304,6 +306,8 @@ class IterationBuffers:
             return False
         if self.is_within_step:
             return True
+        if self.is_cleared and self._zeros is None:
+            return False
         if not (self.is_cleared and self._zeros):
             return any(p.grad is not None for p in self.params())
         grads = [p.grad for p in self.params() if p.grad is not None]
@@ -315,7 +319,8 @@ class IterationBuffers:
         if not self.is_within_step:
             self.is_cleared = True
             grads = [p.grad for p in self.params() if p.grad is not None]
-            self._zeros = [(g, g._version) for g in grads]
+            has_graph = self._token() is not None
+            self._zeros = [(g, g._version) for g in grads] if has_graph else None
 
     def _save(self):
         self._has_begun = True

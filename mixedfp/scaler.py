@@ -345,7 +345,9 @@ class LossScaler(GradScaler):
         if ref is None or ref() is not optimizer:
             scale = self._used
         elif scale is None and id(optimizer) in self._served:  # stepped: the loss is scaled by hand
-            self._used, self._served = None, set()
+            self._used = None
+            self._served.discard(id(optimizer))
+            del self._grad_scales[id(optimizer)]  # `step` asks here twice: itself and to unscale
         elif scale is None:
             scale = torch.ones_like(now)  # unscaled before that `update`
         self._scale = now if scale is None else scale

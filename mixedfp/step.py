@@ -838,7 +838,7 @@ class OptimizerOnMasters:
             large = self._large_units()
             for p in (p for u in large for p in u.params):
                 p.grad = None  # new ones cost less than to fill and to add to the old ones
-            self.is_cleared = bool(large)
+            self.is_cleared = self.is_cleared or bool(large)  # of a second call none are left
             return _zero_(
                 [u.master.grad for u in self._without(large) if u.master.grad is not None]
             )
@@ -1708,17 +1708,35 @@ class MixedStep:
         it = self._get_attached()
         held = it.opt
         if held is None or held.opt is not opt:
-            held = it.opt = self._take_over(it.opt, opt)
+            held = self._take_over(it.opt, opt)
         held.layers = it.layers
         lists = [list(ps) for ps in _get_lists(_core(held.to_model()))]
         held.move_states()
         it.masters.lay_out(lists, held)
         held.note_weights()
+        it.opt = held
         return held
+
+    def preview(
+        self,
+        make: Callable[[], Any],  # makes an optimizer to look at, which is thrown away
+    ) -> None:
+        "Lay the masters out for an optimizer that comes later. Raises: as `hold` of it."
+        it = self._get_attached()
+        device = next(iter(it.masters.master)).device
+        with _same_random_state(device):
+            opt = make()
+        if self.flat_master:
+            check_elementwise(opt, device)
+        if it.opt is not None:
+            it.opt.to_model()
+        it.masters.lay_out([list(ps) for ps in _get_lists(_core(opt))])
 
     def _take_over(self, before, opt):
         if before is not None:
             before.to_model()
+        else:
+            self.masters.adopt()  # what was written since `attach`
         held = OptimizerOnMasters(opt, self.masters, self.scaler, compiled=self.compiled)
         if before is not None:
             held.unscaled = before.unscaled  # the gradients are the same

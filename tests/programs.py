@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import inside
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-
-import mixedfp.onepass
-import mixedfp.step
 
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only be waited for
 
@@ -272,13 +271,10 @@ def random_groups(rng, net, most=3):
 @contextmanager
 def vectors_are_large(large: bool, cut: int = 2**18) -> Iterator[None]:
     """Take vectors of any size for large in the block, and cut them in stretches of `cut`."""
-    before = mixedfp.step.LARGE, mixedfp.onepass._CUT
-    if large:
-        mixedfp.step.LARGE, mixedfp.onepass._CUT = 1, cut
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if large:
+            inside.everything_is_large(patch, chunk=cut)
         yield
-    finally:
-        mixedfp.step.LARGE, mixedfp.onepass._CUT = before
 
 
 # Failures made small

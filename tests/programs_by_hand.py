@@ -205,7 +205,7 @@ class Run:
         self.kept, self.is_unscaled = self.kept if is_open else None, True
 
     def rescale(self):
-        """Scale gradients that a step has unscaled: plain PyTorch would divide them again."""
+        """Scale gradients that a step has unscaled: plain PyTorch would add scaled ones to them."""
         if self.is_plain and self.is_unscaled:
             for p in (self.params[i] for i in self.held):
                 if p.grad is not None:
@@ -263,7 +263,6 @@ class Step(NamedTuple):
             return self.with_closure(run)
         if not any(run.params[i].grad is not None for i in run.held):
             return  # `GradScaler` raises
-        run.rescale()
         if self.unscale or self.clip:
             run.scaler.unscale_(run.opt)
         if self.clip == "norm":

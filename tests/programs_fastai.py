@@ -257,7 +257,10 @@ class Freeze(NamedTuple):
 
     def do(self, run):
         """Do it."""
-        run.param(self.i).requires_grad_(self.train)
+        p = run.param(self.i)
+        is_held = any(p is q for ps in run.learn.opt.param_lists for q in ps)
+        if is_held or run.program.scale is None:  # nobody unscales what no optimizer has
+            p.requires_grad_(self.train)
 
 
 class Write(NamedTuple):

@@ -10,6 +10,7 @@ from functools import cache, partial
 from io import BytesIO
 from typing import NamedTuple
 
+import inside
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -62,7 +63,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torchvision.models import resnet18
 
 from mixedfp.callback import MixedPrecision
-from mixedfp.cast import notice_once
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
@@ -962,7 +962,7 @@ def large_inputs(precision, root, procs):
 @pytest.fixture
 def notices(caplog):
     """Let every notice be given anew, and return what is given."""
-    notice_once.cache_clear()
+    inside.forget_notices()
     return caplog
 
 

@@ -3,6 +3,7 @@
 import logging
 from functools import partial
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from fastai.losses import MSELossFlat
 from tiny import (
     LAYERWISE,
     Do,
+    bits,
     conv_net,
     make_dls,
     make_learner,
@@ -20,7 +22,6 @@ from tiny import (
 )
 from torch import nn
 
-from mixedfp import cast, onepass, step
 from mixedfp.callback import MixedPrecision, mixed_precision
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
@@ -29,7 +30,7 @@ from mixedfp.testing import assert_same
 @pytest.fixture(autouse=True)
 def notices(caplog):
     """Let every notice be given anew, and return what is given."""
-    cast.notice_once.cache_clear()
+    inside.forget_notices()
     caplog.set_level(logging.WARNING, logger="mixedfp")
 
     def given():
@@ -157,17 +158,21 @@ def test_the_optimizer_is_named(name, opt):
 
 
 def test_a_layer_wise_optimizer_that_comes_later():
-    """The optimizer is exchanged after a flat fit: told at the next one, nothing is lost."""
+    """The optimizer is exchanged after a flat fit: told as it is made, and all is as it was."""
     learn = make_learner().to_fp16(flat_master=True)
     learn.fit(1)
-    before = masters(learn)
+    before, opt = bits(learn), learn.opt
     learn.opt_func = LAYERWISE["lamb"]
     with pytest.raises(MixedPrecisionError, match="whole layers"):
         learn.fit(1, reset_opt=True)
-    assert_same([p.detach() for p in learn.model.parameters()], before)
+    assert learn.opt is opt
+    assert_same(bits(learn), before)
+    assert_usable(learn, torch.float16)
+    before = masters(learn)
     learn.to_fp16()
     assert_same(masters(learn), before)
-    assert_usable(learn, torch.float16)
+    learn.fit(1, reset_opt=True)
+    assert "lamb_step" in str(learn.opt.opt.cbs) and learn.opt is not opt
 
 
 # Sparse gradients
@@ -207,8 +212,8 @@ def test_sparse_gradients_with_flat_masters(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sparse_gradients_that_only_the_first_batch_shows(dtype, large, monkeypatch):
     """Before anything is changed, and with a way back; also where a step goes over stretches."""
-    monkeypatch.setattr(step, "LARGE", 1 if large else 2**40)
-    monkeypatch.setattr(onepass, "_CUT", 8)
+    inside.large_from(monkeypatch, 1 if large else 2**40)
+    inside.chunk_size(monkeypatch, 8)
     learn = words_learner(functional=True).to_fp16(dtype=dtype, flat_master=True)
     before = masters(learn)
     with pytest.raises(MixedPrecisionError, match="sparse.*flat_master=False"):
@@ -333,15 +338,14 @@ def test_inputs_within_the_type_are_not_told(notices):
 
 
 def test_an_input_of_no_dimension_is_told(notices):
-    from mixedfp.step import beyond_range
-
     x = torch.tensor(1e6)
-    assert "1 values are beyond" in beyond_range((x,), (x.half(),))
-    assert beyond_range((torch.zeros(0, 3), x.long()), (torch.zeros(0, 3).half(), x.long())) is None
+    assert "1 values are beyond" in inside.inputs_out_of_range((x,), (x.half(),))
+    inputs = torch.zeros(0, 3), x.long()
+    assert inside.inputs_out_of_range(inputs, (inputs[0].half(), inputs[1])) is None
 
 
 def test_the_cpu_without_fp16_is_told_once(notices, monkeypatch):
-    monkeypatch.setattr("mixedfp.step.has_fp16_arithmetic", lambda device: False)
+    inside.fp16_is_native(monkeypatch, False)
     learn = make_learner().to_fp16()
     learn.fit(2)
     learn.to_fp16().fit(1)
@@ -351,7 +355,7 @@ def test_the_cpu_without_fp16_is_told_once(notices, monkeypatch):
 
 @pytest.mark.parametrize("how", ["native", "bf16", "hardware"])
 def test_nothing_is_told_where_nothing_is_replaced(how, notices, monkeypatch):
-    monkeypatch.setattr("mixedfp.step.has_fp16_arithmetic", lambda device: how == "hardware")
+    inside.fp16_is_native(monkeypatch, how == "hardware")
     learn = make_learner()
     (learn.to_bf16() if how == "bf16" else learn.to_fp16(native=how == "native")).fit(1)
     assert not notices()

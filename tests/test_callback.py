@@ -7,6 +7,7 @@ from collections import namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -231,7 +232,7 @@ def test_clipping_clips_the_true_gradients(flat):
 
     def look(learn):
         gs = [p.grad.flatten() for p in learn.model.parameters()]
-        held = [u.master.grad.flatten() for u in learn.opt.units]
+        held = [g.flatten() for g in inside.stepped_grads(learn.opt)]
         norms.append((torch.cat(gs).norm().item(), torch.cat(held).norm().item()))
 
     learn = make_learner(splitter=three_groups).to_fp16(8192.0, flat_master=flat)
@@ -500,7 +501,7 @@ def test_to_fp32_keeps_the_optimizer_that_the_user_made(after):
     learn.opt = None
     if after == "create_opt":
         learn.create_opt()
-    mine = learn.opt and learn.opt.to_model()
+    mine = learn.opt and inside.users_optimizer(learn.opt)
     learn.to_fp32()
     assert learn.opt is mine
     learn.fit(1)
@@ -984,6 +985,7 @@ def test_an_interruption_inside(where, opt, flat, monkeypatch):
         learn.loss_func = interrupt(learn.loss_func, 3)
     if where == "backward":
         monkeypatch.setattr(torch.Tensor, "backward", interrupt(torch.Tensor.backward, 3))
+    learn.create_opt()
     core = learn.opt.opt
     core = getattr(core, "opt", core) if opt != "sgd" else core
     if where == "step":
@@ -1332,7 +1334,7 @@ def test_groups_that_leave_parameters_out():
 
 
 def test_a_search_for_a_rate_ends_where_no_scale_helps():
-    """Losses are finite, gradients are not: `lr_find` has its answer, and gives the weights back."""
+    """Losses are finite, gradients are not: that is its answer, and it gives the weights back."""
     learn = make_learner().to_fp16(max_skips=2)
     before = weights(learn)
     poison = Do("after_backward", lambda learn: spoil(learn) if learn.train_iter >= 3 else None)

@@ -9,21 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import ComputeInFloat32, cast_floats, map_tensors, stays_float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mixedfp.cast import (
-    ComputeInFloat32,
-    bn2float,
-    cast_floats,
-    compute_in_float,
-    map_tensors,
-    model2float,
-    model2half,
-    stays_float,
-    to_float,
-    to_half,
-)
+from mixedfp.cast import bn2float, model2float, model2half, to_float, to_half
 from mixedfp.testing import assert_same
 
 Pair = namedtuple("Pair", "a b")
@@ -253,12 +243,12 @@ def test_nonfinite_numbers_pass(value):
     assert_same(to_float(to_half([x])[0]), x)
 
 
-def test_a_module_that_computes_in_float32_is_let_go():
-    """float32 undoes it, and another dtype takes the place of the one before."""
-    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+def test_a_module_that_stays_in_32_bits_is_rounded_once():
+    """To the last dtype that the model was put into: float16 through bfloat16 would lose bits."""
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    expected = model(x).half()
     for dtype in (torch.bfloat16, torch.float16):
-        compute_in_float(layer, dtype)
-        assert layer(x).dtype == dtype and len(layer._forward_hooks) == 1
-    assert_same(layer(x), layer.forward(x).half())
-    compute_in_float(layer, torch.float32)
-    assert_same(layer(x), layer.forward(x))
+        model2half(model, dtype, keep_fp32="0")
+        assert model(x).dtype == dtype
+    assert_same(model(x), expected)
+    assert len(model[0]._forward_hooks) == len(model[0]._forward_pre_hooks) == 1

@@ -401,6 +401,7 @@ def test_the_end_is_saved(precision, with_opt, tmp_path, capsys):
     learn, seen = train_with(saver, precision, tmp_path)
     assert_same(state(learn), seen[2])
     other = learner("bf16_flat", tmp_path, seed=2)
+    other.create_opt()
     before = state(other)
     quietly(other.load, "end", with_opt=with_opt)
     assert_same(weights(other), seen[2]["model"])

@@ -7,17 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import inside
 import pytest
 import torch
 
-from mixedfp.compare import (
-    DEFAULT_PRECISIONS,
-    PRECISIONS,
-    Result,
-    compare,
-    main,
-    results_table,
-)
+from mixedfp.command import DEFAULT_PRECISIONS, PRECISIONS, main
+from mixedfp.compare import Result, compare, results_table, save_results
 from mixedfp.testing import assert_same
 
 QUICK = ["--model", "darknet-small", "--epochs", "1", "--n-train", "128", "--n-valid", "32"]
@@ -26,7 +21,7 @@ QUICK += ["--device", "cpu"]
 
 def run_command(folder: Path, *args: str) -> subprocess.CompletedProcess:
     """Run `mixedfp_compare` with `args` in `folder`."""
-    code = "from mixedfp.compare import main; main()"
+    code = "from mixedfp.command import main; main()"
     root = Path(__file__).resolve().parent.parent
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -62,6 +57,15 @@ def test_command_trains_prints_and_writes(tmp_path):
     assert results_table(results).accuracy.tolist() == [float(row["accuracy"]) for row in rows]
 
 
+def test_a_run_that_diverged_is_saved(tmp_path):
+    """JSON has no nan: it is null there."""
+    nan = float("nan")
+    result = Result("bf16", 1, 0.5, nan, [2.0], 2, 4, 4, None, 0, None, [0.5, nan], [])
+    whole = json.loads(save_results([result], tmp_path)["json"].read_text())
+    assert whole["results"][0]["losses"] == [0.5, None]
+    assert whole["results"][0]["valid_loss"] is None
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -93,14 +97,11 @@ def test_wrong_arguments_end_in_one_line_before_training(args, message, capsys, 
 
 
 def test_command_without_cifar10_says_so(monkeypatch, capsys, tmp_path):
-    from mixedfp import examples
-
     def no_network(url):
         raise OSError("no network")
 
     monkeypatch.delenv("CIFAR10_PATH", raising=False)
-    monkeypatch.setattr(examples, "fastai_path", lambda folder: tmp_path / folder)
-    monkeypatch.setattr(examples, "untar_data", no_network)
+    inside.fastais_data(monkeypatch, tmp_path, no_network)
     with pytest.raises(SystemExit):
         main([*QUICK, "--data", "cifar10"])
     assert "none of four places" in capsys.readouterr().err

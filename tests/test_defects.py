@@ -12,6 +12,7 @@ import warnings
 from collections import OrderedDict, namedtuple
 from importlib.metadata import version
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,6 @@ from packaging.version import Version
 from tiny import Do, make_dls, make_learner, opt_state, torch_optimizer, weights
 from torch import nn
 
-from mixedfp import cast
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
@@ -439,7 +439,7 @@ class Said(logging.Handler):
 @fails_on(masters, flat_masters, autocast, says="somebody says so")
 def test_d11_inputs_beyond_float16_are_told(way):
     """fastai: inputs above 65504 become inf, each step is skipped, and nobody says a word."""
-    cast.notice_once.cache_clear()
+    inside.forget_notices()
     x, y = torch.randn(24, 4) * 1e6, torch.arange(24) % 2
     learn = make_learner(model=lambda: nn.Linear(4, 2), dls=make_dls(x, y))
     before = weights(learn)

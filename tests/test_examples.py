@@ -4,12 +4,12 @@ import subprocess
 import sys
 import warnings
 
+import inside
 import pytest
 import torch
 from fastai.vision.all import Learner, load_learner
 from PIL import Image
 
-from mixedfp import examples
 from mixedfp.examples import Darknet, cifar10, photos, picture_dls
 from mixedfp.testing import assert_same
 
@@ -33,8 +33,7 @@ def nowhere(monkeypatch, tmp_path):
         raise OSError("no network")
 
     monkeypatch.delenv("CIFAR10_PATH", raising=False)
-    monkeypatch.setattr(examples, "fastai_path", lambda folder: tmp_path / "fastai" / folder)
-    monkeypatch.setattr(examples, "untar_data", no_network)
+    inside.fastais_data(monkeypatch, tmp_path / "fastai", no_network)
     return tmp_path
 
 
@@ -56,7 +55,7 @@ def test_download_is_not_tried_when_told_not_to(nowhere):
 
 def test_places_in_order(nowhere, monkeypatch):
     downloaded = make_cifar10(nowhere / "downloaded", n=2)
-    monkeypatch.setattr(examples, "untar_data", lambda url: downloaded)
+    inside.fastais_data(monkeypatch, nowhere / "fastai", lambda url: downloaded)
     sizes = [len(cifar10(bs=2).train_ds)]
     make_cifar10(nowhere / "fastai" / "data" / "cifar10", n=3)
     sizes.append(len(cifar10(bs=2).train_ds))
@@ -78,7 +77,7 @@ def test_place_without_the_classes_is_passed_over(nowhere, monkeypatch):
 def test_pictures_are_decoded_once(nowhere, monkeypatch):
     root = make_cifar10(nowhere / "once")
     first = cifar10(root, bs=2)
-    monkeypatch.setattr(examples.Image, "open", None)  # would raise
+    monkeypatch.setattr(Image, "open", None)  # would raise
     second = cifar10(root, bs=2)
     assert second.train.x.data_ptr() == first.train.x.data_ptr()
 
@@ -94,7 +93,7 @@ def test_number_of_pictures_is_checked(nowhere, bad):
 def test_training_and_validation_photos_share_no_pixel():
     seen = {split: set() for split in ("train", "valid")}
     for split, pixels in seen.items():
-        for r, c in examples._corners(split, 427, 640):
+        for r, c in inside.photo_corners(split, 427, 640):
             assert 0 <= r <= 427 - 32 and 0 <= c <= 640 - 32
             pixels |= {(r + i, c + j) for i in range(32) for j in range(32)}
     assert seen["train"] and seen["valid"] and not seen["train"] & seen["valid"]

@@ -12,6 +12,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from types import MethodType
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -19,14 +20,15 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from mixedfp.cast import ComputeInFloat32, has_fp16_arithmetic, notice_once
 from mixedfp.optimizer import MasterOptimizer, with_masters
-from mixedfp.step import HalfForward, MixedStep
+from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
 FULL, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
 both = pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
-no_fp16 = pytest.mark.skipif(has_fp16_arithmetic("cpu"), reason="this CPU computes fp16 itself")
+no_fp16 = pytest.mark.skipif(
+    inside.has_fp16_arithmetic("cpu"), reason="this CPU computes fp16 itself"
+)
 
 
 def half(model, dtype=BF16, **kwargs):
@@ -116,7 +118,7 @@ def test_3_16_skorch():
     settings = dict(amp_enabled=True, amp_mode="master", amp_dtype=BF16, max_epochs=1, verbose=0)
     net = Net(Plain, criterion=nn.CrossEntropyLoss, train_split=None, **settings)
     net.fit(X.numpy(), Y.numpy())
-    assert net.module_(X).dtype == FULL and HalfForward.of(net.module_) is not None
+    assert net.module_(X).dtype == FULL and inside.has_half_forward(net.module_)
     net.set_params(amp_enabled=False)
     assert "forward" not in vars(net.module_)
 
@@ -179,7 +181,7 @@ def test_3_16_outputs_keep_type_and_identity(dtype):
     assert type(pair) is Pair and pair.text == name[:0] + "text" and nested["a"][1] is None
     assert {t.dtype for t in (output.logits, pair.logits, nested["a"][0])} == {FULL}
     for returned in (None, "text", 3):
-        model.forward = HalfForward(Returns(returned).to(dtype), dtype=dtype)
+        model.forward = inside.half_forward(Returns(returned).to(dtype), dtype)
         assert model(X) is returned
 
 
@@ -291,7 +293,7 @@ def test_3_01_compiled_it_is_one_graph(dtype):
 
 @pytest.fixture
 def notices(caplog):
-    notice_once.cache_clear()
+    inside.forget_notices()
     caplog.set_level(logging.WARNING, "mixedfp")
     return caplog
 
@@ -406,10 +408,10 @@ def test_3_15_float16_on_a_cpu_is_as_strict_as_a_gpu():
     for name, f in cases.items():
         with pytest.raises(RuntimeError) as native:
             f(x, w)
-        with pytest.raises(RuntimeError) as ours, ComputeInFloat32():
+        with pytest.raises(RuntimeError) as ours, inside.ComputeInFloat32():
             f(x, w)
         assert str(ours.value) == str(native.value), name
-    with ComputeInFloat32():
+    with inside.ComputeInFloat32():
         mask = torch.zeros(4, 4)  # attention takes a mask in 32 bits
         out = F.scaled_dot_product_attention(w[None], w[None], w[None], attn_mask=mask)
         assert out.dtype == HALF
@@ -517,7 +519,7 @@ def test_2_16_a_softmax_in_the_middle_is_not_the_end():
 
     model, _ = half(seeded(Middle))
     model(X)
-    assert list(model.forward.needs.values()) == [None]
+    assert inside.forward_needs(model) == [None]
 
 
 def test_2_16_skorchs_own_idiom():

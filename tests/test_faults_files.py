@@ -18,6 +18,13 @@ import pytest
 import ranks as ranks_module
 import tiny
 import torch
+from inside import (
+    average_over_ranks,
+    holds_a_file,
+    masters_by_param,
+    take_from_first,
+    write_checkpoint,
+)
 from ranks import on_two_ranks
 from sklearn.base import clone
 from skorch import NeuralNetClassifier
@@ -27,9 +34,7 @@ from tiny import make_dls, make_learner, pictures
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mixedfp import checkpoint as checkpoint_module
 from mixedfp.checkpoint import Checkpoint
-from mixedfp.distributed import average_over_ranks, take_from_first
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.scaler import LossScaler
 from mixedfp.skorch import MixedPrecisionMixin
@@ -53,9 +58,7 @@ def written(tmp_path):
 
 def sign(state, path):
     """Write `state` as `Checkpoint` does: a file whose bytes are those that were written."""
-    done = checkpoint_module._write(state, path)
-    if done is not None:
-        done.file.close()
+    write_checkpoint(state, path)
 
 
 def flips(data):
@@ -460,10 +463,10 @@ def test_2_18_an_interrupted_run_lets_go(written, tmp_path):
     learn, checkpoint = learner(tmp_path), Checkpoint("run")
     with pytest.raises(KeyboardInterrupt):
         learn.fit(2, 0.01, cbs=[checkpoint, tiny.Do("before_validate", stop, training=False)])
-    assert checkpoint._written is None
+    assert not holds_a_file(checkpoint)
     copies = tiny.Do("after_epoch", partial(_copies, checkpoint), order=110, training=False)
     learn.fit(1, 0.01, cbs=[checkpoint, copies])
-    assert checkpoint._written is None
+    assert not holds_a_file(checkpoint)
 
 
 def _copies(checkpoint, learn):
@@ -810,7 +813,7 @@ def joint_batch(rank, dtype, layout):
             mixed.step()
             mixed.update()
             opt.zero_grad(set_to_none=True)
-        ends.append(torch.cat([m.flatten() for m in mixed.masters.master.values()]))
+        ends.append(torch.cat([m.flatten() for m in masters_by_param(mixed).values()]))
     return ends
 
 

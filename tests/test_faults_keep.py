@@ -6,6 +6,7 @@ import logging
 import pickle
 from functools import partial
 
+import inside
 import pytest
 import torch
 from fastai.basics import Callback, Learner
@@ -17,11 +18,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import mixedfp.step
 from mixedfp.callback import MixedPrecision
-from mixedfp.cast import model2float, model2half, notice_once
+from mixedfp.cast import model2float, model2half
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.master import MasterParams
 from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same
 
@@ -34,7 +33,7 @@ DTYPES = pytest.mark.parametrize("dtype", [HALF, BF16, FULL], ids=["fp16", "bf16
 @pytest.fixture
 def said(caplog):
     """Return the notices of a test."""
-    notice_once.cache_clear()
+    inside.forget_notices()
     caplog.set_level(logging.WARNING, "mixedfp")
     return lambda: " | ".join(r.getMessage() for r in caplog.records if r.name == "mixedfp")
 
@@ -137,7 +136,7 @@ def test_2_17_the_statistics_of_a_norm_of_ones_own_do_not_drift(dtype, flat):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), OwnNorm(), nn.Linear(8, 2))
         if how == "half":
-            MasterParams(model, dtype, flat)
+            inside.MasterParams(model, dtype, flat)
         for _ in range(300):
             x = 10 + torch.randn(16, 8)
             with torch.no_grad():
@@ -710,7 +709,7 @@ def test_5_a_data_write_after_an_epoch_is_taken_over_in_the_same_fit(flat):
 @pytest.mark.parametrize("method", ["_step", "_backward", "_do_grad_opt", "one_batch"])
 def test_5_a_learners_own_step_methods_see_true_gradients(method, monkeypatch):
     """Also where vectors are large, whose gradients wait in 16 bits if nobody may look."""
-    monkeypatch.setattr(mixedfp.step, "LARGE", 1)
+    inside.everything_is_large(monkeypatch)
 
     class Own(Learner):
         seen = []
@@ -738,7 +737,7 @@ def test_5_a_learners_own_step_methods_see_true_gradients(method, monkeypatch):
     mine = silent(mine).to_fp16(flat_master=True, loss_scale=2.0**10, dynamic=False)
     mine.seen.clear()
     mine.fit(1)
-    assert not mine.mp_cb.mixed.direct
+    assert not inside.is_exclusive(mine.mp_cb.mixed)
     if method == "_step":
         assert mine.seen and {d for d, _ in mine.seen} == {FULL}
         assert max(g for _, g in mine.seen) < 8  # not 1,024 times as large

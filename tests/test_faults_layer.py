@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,6 @@ from fastai.optimizer import SGD as FastaiSGD
 from torch import nn
 from torch.amp import GradScaler
 
-from mixedfp import step as step_module
 from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.layerwise import LayerwiseGradientScaler
@@ -351,7 +351,7 @@ def test_1_03_a_learner_on_the_cpu_of_a_machine_with_an_accelerator():
 @pytest.fixture
 def small_is_large(monkeypatch):
     """Have vectors of any size take the pass that large ones take."""
-    monkeypatch.setattr(step_module, "LARGE", 1)
+    inside.everything_is_large(monkeypatch)
 
 
 def one_vector():
@@ -362,7 +362,8 @@ def one_vector():
     mixed = MixedStep(torch.float16, flat_master=True, scaler=LossScaler("cpu", init_scale=4.0))
     mixed.attach(model)
     mixed.hold(opt)
-    mixed.direct = mixed.on_device = True
+    inside.be_exclusive(mixed)
+    inside.decide_on_device(mixed)
     return mixed, model
 
 
@@ -375,29 +376,29 @@ def backward(mixed, model, factor=1.0):
 
 def test_2_04_a_verdict_belongs_to_one_iteration(small_is_large):
     mixed, model = one_vector()
-    before = mixed.masters.master[model.weight].detach().clone()
+    before = inside.masters_by_param(mixed)[model.weight].detach().clone()
     assert backward(mixed, model, math.inf)  # the device alone knows better
     mixed.step()
     mixed.update()
-    assert_same(mixed.masters.master[model.weight].detach(), before)
+    assert_same(inside.masters_by_param(mixed)[model.weight].detach(), before)
     model.weight.grad.zero_()  # by hand, no zero_grad
-    mixed.direct = False
+    inside.be_exclusive(mixed, False)
     assert backward(mixed, model)
     mixed.step()
     mixed.update()
-    assert_same(mixed.masters.master[model.weight].detach(), before - 1)
+    assert_same(inside.masters_by_param(mixed)[model.weight].detach(), before - 1)
     assert mixed.scaler.skipped == [0]
 
 
 def test_2_04_a_step_that_is_called_off_leaves_no_verdict(small_is_large):
     mixed, model = one_vector()
-    before = mixed.masters.master[model.weight].detach().clone()
+    before = inside.masters_by_param(mixed)[model.weight].detach().clone()
     assert backward(mixed, model, math.inf)
     model.weight.grad.zero_()
-    mixed.direct = False
+    inside.be_exclusive(mixed, False)
     assert backward(mixed, model)
     mixed.step()
-    assert_same(mixed.masters.master[model.weight].detach(), before - 1)
+    assert_same(inside.masters_by_param(mixed)[model.weight].detach(), before - 1)
 
 
 def test_2_04_buffers_of_a_learner_follow_the_verdict_of_the_device(small_is_large):
@@ -409,7 +410,8 @@ def test_2_04_buffers_of_a_learner_follow_the_verdict_of_the_device(small_is_lar
         dls = DataLoaders([(x, y), (x, math.inf * y), (x, y)], [(x, y)])
         net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
         learn = Learner(dls, net, nn.MSELoss(), FastaiSGD, lr=0.1)
-        learn.to_fp16(8.0, flat_master=True).mp_cb.mixed.on_device = on_device
+        learn.to_fp16(8.0, flat_master=True)
+        inside.decide_on_device(learn.mp_cb.mixed, on_device)
         with learn.no_bar(), learn.no_logging():
             learn.fit(1)
         assert learn.mp_cb.skipped == [1]
@@ -674,9 +676,9 @@ def test_4_a_copy_made_in_the_middle_has_no_hooks_that_act(way):
     layers.scale()
     loss = net(torch.ones(2, 4)).sum()
     other = way(net)
-    n_nodes = {k: len(t.starts) for k, t in layers._hooks.traces.items()}
+    n_nodes = inside.n_traced(layers)
     other(torch.ones(2, 4)).sum().backward()
-    assert n_nodes == {k: len(t.starts) for k, t in layers._hooks.traces.items()}
+    assert n_nodes == inside.n_traced(layers)
     hooks = [h for m in other.modules() for h in m._forward_hooks.values()]
     assert {h.__name__ for h in hooks} == {"nothing"}
     loss.backward()

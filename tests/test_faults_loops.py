@@ -5,6 +5,7 @@ import gc
 import math
 import weakref
 
+import inside
 import pytest
 import torch
 from torch import distributed, nn
@@ -14,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.master import MasterParams
 from mixedfp.optimizer import MasterOptimizer, with_masters
 from mixedfp.scaler import LossScaler
-from mixedfp.step import MixedStep, OptimizerOnMasters
+from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
 HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
@@ -329,7 +329,7 @@ def test_2_07_without_a_scaler_nothing_is_copied():
     model, opt, _ = with_norms(torch.bfloat16)
     off = LossScaler("cpu", enabled=False)
     step(model, opt, off)  # whether there is a scaler is known from here on
-    opt._buffers.keeper.keep = None
+    inside.forbid_snapshots(opt)
     step(model, opt, off)
 
 
@@ -768,9 +768,9 @@ def test_1_04_states_follow_their_parameters():
     for p in params:
         opt.state[p] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(p.shape)}
     model = nn.Linear(1, 1)
-    on = OptimizerOnMasters(SGD(model.parameters(), lr=1.0), MasterParams(model, torch.float32))
-    on.opt = opt
-    on.move_states()
+    masters = inside.MasterParams(model, torch.float32)
+    on = inside.wrap_optimizer(SGD(model.parameters(), lr=1.0), masters)
+    inside.move_states(on, opt)
     for p in params:
         assert opt.state[p]["exp_avg"].is_meta and not opt.state[p]["step"].is_meta
 

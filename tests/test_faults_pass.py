@@ -11,6 +11,7 @@ import warnings
 from functools import partial
 
 import fastai.optimizer
+import inside
 import pytest
 import torch
 from tiny import make_learner
@@ -21,9 +22,7 @@ from torch.optim.optimizer import (
 )
 
 import mixedfp
-from mixedfp import master, onepass, step
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.master import MasterParams
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.step import MixedStep, check_elementwise
@@ -38,8 +37,7 @@ needs_compiler = pytest.mark.skipif(
 @pytest.fixture
 def small_is_large(monkeypatch):
     """Have vectors of any size stepped in one pass, in chunks of some hundred elements."""
-    monkeypatch.setattr(step, "LARGE", 1)
-    monkeypatch.setattr(onepass, "_CUT", 700)
+    inside.everything_is_large(monkeypatch, chunk=700)
 
 
 def net():
@@ -52,7 +50,7 @@ def mixed_step(dtype=torch.bfloat16, flat=True, compiled=False, scale=None, **kw
     """Make a step; flat, its gradients are deferred."""
     scaler = LossScaler(init_scale=scale or 1.0, enabled=scale is not None)
     mixed = MixedStep(dtype, flat_master=flat, scaler=scaler, compiled=compiled, **kwargs)
-    mixed.direct = flat
+    inside.be_exclusive(mixed, flat)
     return mixed
 
 
@@ -121,7 +119,7 @@ def test_2_02_states_of_any_name_in_chunks(name, small_is_large):
     """The bits are those of masters for each parameter."""
     make = partial(Named, name=name)
     one = train(mixed_step(), make)
-    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+    assert one[1].update_paths().keys() == {"in chunks"}
     assert_same(ends(*one)["model"], ends(*train(mixed_step(flat=False), make))["model"])
 
 
@@ -131,7 +129,7 @@ def test_2_02_states_of_any_name_compiled(name, small_is_large):
     """Nothing that is computed on the way is mistaken for a state; the path is the compiled one."""
     make = partial(Named, name=name)
     one = train(mixed_step(compiled=True), make)
-    assert set(one[1].one_pass.paths.values()) == {"compiled"}
+    assert one[1].update_paths().keys() == {"compiled"}
     other = train(mixed_step(flat=False), make)
     for k, w in other[0].state_dict().items():
         torch.testing.assert_close(one[0].state_dict()[k], w, rtol=2**-20, atol=2**-22)
@@ -175,7 +173,7 @@ def test_2_01_one_graph_whatever_the_rates(small_is_large):
         opt.param_groups[0]["lr"] = 0.01 / (i + 1)
         opt.param_groups[0]["weight_decay"] = 0.01 * (i + 1)
         batch(mixed, model, i)
-        seen.append((len(opt.one_pass.functions), counters["stats"]["unique_graphs"]))
+        seen.append((inside.n_compiled(opt), counters["stats"]["unique_graphs"]))
     assert seen[0][0] == 0
     assert len({n for n, _ in seen[2:]}) == len({n for _, n in seen[2:]}) == 1
 
@@ -185,14 +183,14 @@ def test_2_01_one_graph_whatever_the_rates(small_is_large):
 
 QUIET = """
 import sys, torch
+import inside, pytest
 from torch import nn
-from mixedfp import step
 from mixedfp.step import MixedStep
 assert "torch._inductor" not in sys.modules
-step.LARGE = 1
+inside.everything_is_large(pytest.MonkeyPatch())
 model = nn.Linear(9, 9, bias=False)
 mixed = MixedStep(torch.bfloat16, flat_master=True, compiled=True)
-mixed.direct = True
+inside.be_exclusive(mixed)
 mixed.attach(model)
 opt = mixed.hold(torch.optim.SGD(model.parameters(), lr=0.1))
 for _ in range(2):
@@ -211,7 +209,7 @@ logging.getLogger("torch.utils.cpp_extension").warning("something else")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is logged")
 def test_1_05_nothing_is_logged_where_there_is_no_gpu(tmp_path):
     """The line is about another program's use of the module; its other warnings are heard."""
-    env = os.environ | {"CUDA_HOME": str(tmp_path)}
+    env = os.environ | {"CUDA_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", QUIET], env=env, capture_output=True, text=True, timeout=300
     )
@@ -519,7 +517,7 @@ class Counting(optim.Optimizer):
 def test_2_03_counts_beside_the_states_go_on(where, large, small_is_large, monkeypatch):
     """In one pass a copy of the optimizer counts: the optimizer is to have counted, and once."""
     make = partial(Counting, where=where)
-    monkeypatch.setattr(step, "LARGE", large)
+    inside.large_from(monkeypatch, large)
     one = train(mixed_step(), make)
     assert "in chunks" in one[1].update_paths()
     assert_same(ends(*one), ends(*train(mixed_step(flat=False), make)))
@@ -531,7 +529,7 @@ def test_2_03_counts_of_a_skipped_step_are_taken_back(small_is_large):
 
     def run(on_device):
         mixed, model = mixed_step(torch.float16, scale=4.0), net()
-        mixed.on_device = on_device
+        inside.decide_on_device(mixed, on_device)
         mixed.attach(model)
         opt = mixed.hold(Counting(model.parameters()))
         for i in range(6):
@@ -557,7 +555,7 @@ class Interrupt:
     """Raise KeyboardInterrupt at the given line that runs in the step's modules, once."""
 
     def __init__(self, at):
-        self.left, self.files = at, (step.__file__, onepass.__file__, master.__file__)
+        self.left, self.files = at, inside.files_of_a_step()
 
     def __enter__(self):
         sys.settrace(self)
@@ -645,9 +643,8 @@ def test_3_06_gradients_after_an_interrupt_are_the_true_ones(small_is_large):
 @pytest.mark.parametrize("large", [1, 2**60], ids=["one pass", "whole"])
 def test_3_07_layers_in_turn_take_no_pass_over_the_weights(flat, large, monkeypatch):
     """What the last step gave to a layer is known when its turn comes; what is written, is seen."""
-    monkeypatch.setattr(step, "LARGE", large)
-    adopted, adopt = [], MasterParams.adopt
-    monkeypatch.setattr(MasterParams, "adopt", lambda self: adopted.append(1) or adopt(self))
+    inside.large_from(monkeypatch, large)
+    syncs = inside.count_syncs(monkeypatch)
 
     class Turns(nn.Module):
         def __init__(self):
@@ -662,15 +659,15 @@ def test_3_07_layers_in_turn_take_no_pass_over_the_weights(flat, large, monkeypa
     mixed, model = mixed_step(flat=flat), Turns()
     mixed.attach(model)
     mixed.hold(optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    del adopted[:]
+    syncs.clear()
     for i in range(20):
         batch(mixed, model, i)
-    assert not adopted
+    assert not syncs
     with torch.no_grad():
         model.layers[0].weight.fill_(0.5)  # its turn is the last of the next three
     for i in range(6):
         batch(mixed, model, i)
-    assert len(adopted) == 1
+    assert len(syncs) == 1
     assert (model.state_dict()["layers.0.weight"] - 0.5).abs().max() < 0.45
 
 
@@ -685,8 +682,8 @@ def test_4_restore_gives_back_the_strides(flat):
     model.append(nn.Conv2d(3, 4, (1, 3)).to(memory_format=torch.channels_last))
     model.append(nn.Conv1d(1, 1, 1)).append(nn.Linear(1, 4)).append(nn.Linear(4, 1))
     before = {k: (p.stride(), p.detach().clone()) for k, p in model.named_parameters()}
-    masters = MasterParams(model, torch.float16, flat=flat)
-    masters.lay_out([list(model.parameters())])
+    masters = inside.MasterParams(model, torch.float16, flat=flat)
+    inside.lay_out(masters, [list(model.parameters())])
     masters.restore()
     for k, p in model.named_parameters():
         assert p.stride() == before[k][0]
@@ -698,7 +695,7 @@ def test_4_restore_gives_back_the_strides(flat):
 
 def test_5_hooks_on_all_optimizers_see_the_whole_step(small_is_large, monkeypatch):
     """Not the small vectors alone: with such a hook the optimizer steps all masters itself."""
-    monkeypatch.setattr(step, "LARGE", 500)
+    inside.large_from(monkeypatch, 500)
     seen = []
     hooks = []
     for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
@@ -711,8 +708,9 @@ def test_5_hooks_on_all_optimizers_see_the_whole_step(small_is_large, monkeypatc
         finally:
             hooks[-1].remove()
         assert seen == 5 * [sum(p.numel() for p in model.parameters())]
-        assert not opt.one_pass.paths
-    assert train(mixed_step(), partial(optim.SGD, lr=0.1))[1].one_pass.paths
+        assert opt.update_paths().keys() == {"by the optimizer"}
+    paths = train(mixed_step(), partial(optim.SGD, lr=0.1))[1].update_paths()
+    assert "in chunks" in paths
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -749,7 +747,7 @@ def test_5_a_buffer_written_in_part_keeps_the_rest_whole(dtype):
     model = net()
     model.register_buffer("table", torch.randn(50))
     before = model.table.clone()
-    masters = MasterParams(model, dtype)
+    masters = inside.MasterParams(model, dtype)
     model.table[7] = 0.5
     assert_same(model.state_dict()["table"], before.index_fill(0, torch.tensor([7]), 0.5))
     masters.restore()

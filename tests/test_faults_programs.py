@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 
+import inside
 import pytest
 import torch
 from fastai.callback.core import Callback, CancelBatchException
@@ -13,8 +14,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-import mixedfp.onepass
-import mixedfp.step
 from mixedfp.callback import MixedPrecision
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
@@ -383,14 +382,13 @@ def test_cleared_gradients_begin_an_iteration_though_they_are_zeros(set_to_none)
 
 def test_a_parameter_without_elements_before_a_large_one(monkeypatch):
     """What is stepped at once is never empty."""
-    monkeypatch.setattr(mixedfp.step, "LARGE", 1)
-    monkeypatch.setattr(mixedfp.onepass, "_CUT", 4)
-    monkeypatch.setattr(mixedfp.onepass, "_ALONE", 4)
+    inside.everything_is_large(monkeypatch)
+    inside.chunk_size(monkeypatch, 4, alone=4)
     results = []
     for flat in (False, True):
         model = Sum()
         mixed = MixedStep(torch.float32, flat_master=flat, scaler=LossScaler("cpu", 8.0))
-        mixed.direct = flat
+        inside.be_exclusive(mixed, flat)
         mixed.attach(model)
         opt = torch.optim.SGD(list(model.parameters()), lr=0.1, momentum=0.9)
         opt = mixed.hold(opt)
@@ -402,3 +400,73 @@ def test_a_parameter_without_elements_before_a_large_one(monkeypatch):
             opt.zero_grad()
         results.append(model.state_dict()["w"])
     assert_same(*results)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("flat", [None, False, True], ids=["plain", "each", "flat"])
+def test_a_loss_that_is_scaled_by_hand(flat, unscale):
+    """`loss * get_scale()` is divided again at every step, of both optimizers, as by PyTorch's."""
+
+    def train(make_scaler, flat):
+        torch.manual_seed(0)
+        nets = [nn.Linear(4, 2), nn.Linear(2, 2)]
+        opts = [torch.optim.SGD(net.parameters(), lr=0.05) for net in nets]
+        pairs = [make(flat, net, opt) for net, opt in zip(nets, opts, strict=True)]
+        scaler = make_scaler("cpu", init_scale=16.0)
+        scaler.scale(torch.ones(1))  # makes the scale
+        for _ in range(3):
+            loss = nets[1](nets[0](torch.ones(3, 4))).square().sum()
+            (loss * scaler.get_scale()).backward()
+            for _, opt in pairs:
+                if unscale:
+                    scaler.unscale_(opt)
+                scaler.step(opt)
+                opt.zero_grad()
+            scaler.update()
+        return [p.detach().clone() for net in nets for p in net.parameters()]
+
+    assert_same(train(LossScaler, flat), train(torch.amp.GradScaler, None))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_put_there_after_they_were_cleared_begin_an_iteration(flat):
+    """Zeros of one's own are no gradient of a pass before: the skipped step is the last pass's."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model, opt = make(flat, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    scaler, (x, y) = LossScaler("cpu", 8.0), (torch.randn(8, 4), torch.arange(8) % 2)
+    scaler.scale(cross_entropy(model(x), y)).backward()
+    opt.zero_grad()
+    net[0].weight.grad = torch.zeros_like(net[0].weight)
+    before = net[1].running_mean.clone()
+    (scaler.scale(cross_entropy(model(x), y)) * math.inf).backward()
+    scaler.step(opt)
+    assert_same(net[1].running_mean, before)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_that_are_cleared_twice_are_zeros_still(monkeypatch, flat):
+    """What a batch does not use is stepped with zeros; after `lr_find`, too, which clears again."""
+    inside.everything_is_large(monkeypatch)
+
+    class InTurn(nn.Module):
+        """Use one of two layers."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers, self.n = nn.ModuleList(nn.Linear(4, 2) for _ in range(2)), 0
+
+        def forward(self, x):
+            """Use them in turn."""
+            self.n += 1
+            return self.layers[self.n % 2](x.flatten(1)[:, :4])
+
+    def train(change):
+        learn = make_learner("sgd", InTurn)
+        change(learn)
+        learn.fit(1)
+        learn.opt.zero_grad()
+        learn.fit(1)
+        return weights(learn)
+
+    half = MixedPrecision(dtype=torch.float32, flat_master=flat)
+    assert_same(train(lambda learn: learn.add_cb(half)), train(lambda learn: None))

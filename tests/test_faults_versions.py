@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from fastai.torch_core import TensorImage
+from inside import crop_windows, model_of, n_bytes
 from PIL import Image
 from torch import nn
 
 from mixedfp import compare as comparison
-from mixedfp.compare import Result, _n_bytes, bytes_per_parameter, compare, main, results_table
+from mixedfp.command import main
+from mixedfp.compare import Result, bytes_per_parameter, compare, results_table
 from mixedfp.examples import FlipCrop, photos
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.step import MixedStep, is_elementwise
@@ -71,8 +73,8 @@ def test_5_a_row_is_arithmetic_on_its_runs():
 
 def test_5_memory_that_two_tensors_share_counts_once():
     vector = torch.zeros(100)
-    assert _n_bytes([vector, vector[:50], vector[50:].view(5, 10), vector.detach()]) == 400
-    assert _n_bytes([vector, torch.zeros(7, dtype=torch.bfloat16)]) == 414
+    assert n_bytes([vector, vector[:50], vector[50:].view(5, 10), vector.detach()]) == 400
+    assert n_bytes([vector, torch.zeros(7, dtype=torch.bfloat16)]) == 414
 
 
 def test_5_bytes_of_a_learner_with_flat_masters():
@@ -142,7 +144,7 @@ def test_5_each_pass_over_the_pictures_makes_other_flips():
 def test_5_the_window_stands_at_every_place_within_the_padding(pad):
     """From −pad to +pad, both ends too, about equally often; without a flip, to see it."""
     size, n = 16, 3000
-    starts = torch.from_numpy(FlipCrop(pad, seed=1)._window(n, size))
+    starts = crop_windows(FlipCrop(pad, seed=1), n, size)
     inside = torch.arange(size)
     found = []
     for shift in range(-size, size + 1):
@@ -221,7 +223,7 @@ def test_1_08_what_belongs_to_a_model_is_there_or_says_why_not():
     assert not mixed.is_attached and not mixed.has_opt
     model = nn.Linear(2, 2)
     mixed.attach(model)
-    assert mixed.is_attached and not mixed.has_opt and mixed.masters.model is model
+    assert mixed.is_attached and not mixed.has_opt and model_of(mixed) is model
     with pytest.raises(MixedPrecisionError, match="call `hold` first"):
         mixed.step()
     mixed.hold(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -2,6 +2,7 @@
 
 import warnings
 
+import inside
 import pytest
 import torch
 from fastai.optimizer import Larc
@@ -220,14 +221,14 @@ def test_flat_masters_are_one_memory():
     """The vector of a list and the masters of its parameters are the same numbers."""
     learn = make_learner().to_fp16(flat_master=True)
     for _ in range(2):
-        own = learn.mp_cb.mixed.masters
+        own = inside.masters_by_param(learn.mp_cb.mixed)
         for params, (vector,) in zip(
             learn.mp_cb.model_params, learn.mp_cb.master_params, strict=True
         ):
-            pieces = torch.cat([own.master[p].detach().flatten() for p in params])
+            pieces = torch.cat([own[p].detach().flatten() for p in params])
             assert_same(vector.detach(), pieces)
             vector.data.mul_(2)
-            assert_same(pieces * 2, torch.cat([own.master[p].detach().flatten() for p in params]))
+            assert_same(pieces * 2, torch.cat([own[p].detach().flatten() for p in params]))
             vector.data.div_(2)
         learn.fit(1)
 
@@ -302,9 +303,9 @@ def test_masters_in_one_vector_cost_no_more():
     for flat in (False, True):
         learn = make_learner(cbs=MixedPrecision(flat_master=flat))
         learn.fit(1)
-        owner = learn.mp_cb.mixed.masters
+        masters = inside.masters_by_param(learn.mp_cb.mixed)
         storages = {
             m.untyped_storage().data_ptr(): m.untyped_storage().nbytes()
-            for m in owner.master.values()
+            for m in masters.values()
         }
         assert sum(storages.values()) == 4 * sum(p.numel() for p in learn.model.parameters())

@@ -2,6 +2,7 @@
 
 import copy
 
+import inside
 import pytest
 import torch
 from fastai.basics import Callback
@@ -172,7 +173,7 @@ def test_no_hook_is_left_by_a_forward_pass_that_breaks_off():
 def test_scales_are_saved_and_loaded_with_the_optimizer(tmp_path):
     learn = learner(BY_HAND, path=tmp_path)
     learn.fit(1, 0.01)
-    learn.mp_cb.mixed.layers._infos[1].growth_tracker = 7
+    inside.layer_infos(learn.mp_cb.mixed.layers)[1].growth_tracker = 7
     learn.save("run")
     other = learner(dict.fromkeys(BY_HAND, 1.0), path=tmp_path)
     other.load("run")
@@ -185,6 +186,7 @@ def test_scales_are_saved_and_loaded_with_the_optimizer(tmp_path):
 
 def test_scales_of_other_layers_are_left_alone(tmp_path, caplog):
     learn = learner(BY_HAND, path=tmp_path)
+    learn.create_opt()  # with which scales are saved
     learn.save("run")
     other = learner({"0": 2.0}, path=tmp_path)
     other.load("run")
@@ -216,7 +218,7 @@ def test_a_copy_has_scales_of_its_own():
     learn = learner(BY_HAND)
     learn.fit(1, 0.01)
     other = silent(copy.deepcopy(learn))
-    other.mp_cb.mixed.layers._infos[1].scaling_factor = 1.0
+    inside.layer_infos(other.mp_cb.mixed.layers)[1].scaling_factor = 1.0
     assert learn.mp_cb.layer_scales == BY_HAND
     other.fit(1, 0.01)
     assert other.mp_cb.layer_scales["0"] == 1.0

@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import are_finite, fail_in_check, fitting_exponent, watch_borders
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.layerwise import LayerwiseGradientScaler, are_finite, fitting_exponent
+from mixedfp.layerwise import LayerwiseGradientScaler
 from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same, tiny_batch, tiny_net
 
@@ -789,7 +790,7 @@ def test_no_hook_is_left_and_the_next_iteration_is_right(where, monkeypatch):
             out.register_hook(lambda g: 1 / 0)
         total(out).backward()
         if where == "unscale":
-            patch.setattr("mixedfp.layerwise.are_finite", lambda grads: 1 / 0)
+            fail_in_check(patch)
         scaler.unscale()
         patch.setattr(opt, "step", lambda: 1 / 0)
         scaler.step(opt)
@@ -831,12 +832,11 @@ def test_a_border_is_only_where_the_scale_changes():
     calls = []
     for scales in ({str(i): 8.0 for i in range(6)}, {str(i): 2.0**i for i in range(6)}):
         scaler = LayerwiseGradientScaler(model, scales)
-        n, edge = [], scaler._hooks._edge
-        scaler._hooks._edge = lambda *a, n=n, edge=edge: n.append(edge(*a)) or n[-1]
+        borders = watch_borders(scaler)
         scaler.scale()
         model(x)
         scaler.unscale()
-        calls.append(sum(e is not None for e in n))
+        calls.append(sum(b is not None for b in borders))
     # both: 12 parameters less those of the layer at scale 1; inner borders only where it changes
     assert calls == [12 + 1, 10 + 5]
 

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import inside
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import Parameter
 
-from mixedfp.master import FlatGrads, MasterParams, Unit, get_master, model_g2master_g
+from mixedfp.master import get_master, model_g2master_g
 from mixedfp.testing import assert_same, linear_model, tiny_net
 
 HALVES = torch.float16, torch.bfloat16
@@ -57,33 +58,33 @@ def strides_of(model):
 
 def masters_of(model):
     """Return the `MasterParams` of `model`, which its hooks know, also in a copy."""
-    return next(iter(model._state_dict_hooks.values())).masters
+    return inside.masters_of_model(model)
 
 
 def kind(state):
-    """Say what is alike in the states of one unit: which keys, and how many steps."""
+    """Say what is alike in the states of one bucket: which keys, and how many steps."""
     return sorted(state), float(state.get("step", 0))
 
 
 def step(masters, groups, states, opt_func):
     """Step `masters` with a new optimizer that gets its state from `states`, and give it back."""
-    masters.lay_out(groups)
-    units = [
-        unit
+    inside.lay_out(masters, groups)
+    buckets = [
+        bucket
         for i, params in enumerate(groups)
-        for unit in masters.units(i, params, lambda p: kind(states.get(p, {})))
+        for bucket in inside.buckets(masters, params, i, lambda p: kind(states.get(p, {})))
     ]
-    if not units:
+    if not buckets:
         return
-    for unit in units:
-        unit.take_grads()
-    opt = opt_func([unit.master for unit in units])
-    for unit in units:
-        opt.state[unit.master] = unit.join([states.get(p, {}) for p in unit.params])
+    for bucket in buckets:
+        inside.grads_to_master(bucket)
+    opt = opt_func([bucket.master for bucket in buckets])
+    for bucket in buckets:
+        opt.state[bucket.master] = bucket.join([states.get(p, {}) for p in bucket.params])
     opt.step()
-    for unit in units:
-        states.update(zip(unit.params, unit.split(opt.state[unit.master]), strict=True))
-    masters.give_back()
+    for bucket in buckets:
+        states.update(zip(bucket.params, bucket.split(opt.state[bucket.master]), strict=True))
+    inside.master_to_model(masters)
 
 
 OPTIMIZERS = {
@@ -102,7 +103,8 @@ dtype = st.sampled_from([*HALVES, torch.float32])
 def test_flat_and_per_parameter_masters_have_the_same_bits(data, what, dtype, name):
     shapes, orders = zip(*what, strict=True)
     models = [Bag(shapes, orders) for _ in range(2)]
-    masters = [MasterParams(m, dtype, flat) for m, flat in zip(models, (False, True), strict=True)]
+    ways = zip(models, (False, True), strict=True)
+    masters = [inside.MasterParams(m, dtype, flat) for m, flat in ways]
     params = [list(m.parameters()) for m in models]
     n = len(params[0])
     cut = data.draw(st.integers(0, n), label="first group's length")
@@ -131,11 +133,11 @@ def test_to_16_bits_and_back_is_the_identity(what, dtype, flat, seed, laid_out):
     before = copies(model)
     strides = strides_of(model)
     objects = list(model.parameters())
-    masters = MasterParams(model, dtype, flat)
+    masters = inside.MasterParams(model, dtype, flat)
     if laid_out:
-        masters.lay_out([objects[::2], objects[1::2]])
+        inside.lay_out(masters, [objects[::2], objects[1::2]])
     assert_same(dict(model.state_dict()), before)
-    masters.adopt()
+    inside.sync_from_model(masters)
     masters.restore()
     assert_same(dict(model.state_dict()), before)
     assert all(a is b for a, b in zip(model.parameters(), objects, strict=True))
@@ -148,17 +150,17 @@ def test_to_16_bits_and_back_is_the_identity(what, dtype, flat, seed, laid_out):
 def test_join_undoes_split_without_a_copy(what, seed):
     shapes, orders = zip(*what, strict=True)
     params = list(Bag(shapes, orders, seed).parameters())
-    masters = MasterParams(nn.ParameterList(params), torch.bfloat16, flat=True)
-    masters.lay_out([params])
+    masters = inside.MasterParams(nn.ParameterList(params), torch.bfloat16, flat=True)
+    inside.lay_out(masters, [params])
     for p in params:
         p.grad = torch.ones(p.shape)
-    units = masters.units(0, params, lambda p: None)
-    assert {p for unit in units for p in unit.params} == set(params)
-    for unit in units:
-        state = {"mean": torch.randn(unit.master.shape), "step": 3}
-        pieces = unit.split(state)
-        assert [s["mean"].shape for s in pieces] == [p.shape for p in unit.params]
-        joined = unit.join(pieces)
+    buckets = inside.buckets(masters, params)
+    assert {p for bucket in buckets for p in bucket.params} == set(params)
+    for bucket in buckets:
+        state = {"mean": torch.randn(bucket.master.shape), "step": 3}
+        pieces = bucket.split(state)
+        assert [s["mean"].shape for s in pieces] == [p.shape for p in bucket.params]
+        joined = bucket.join(pieces)
         assert_same(joined, state)
         assert joined["mean"].data_ptr() == state["mean"].data_ptr()
 
@@ -168,7 +170,7 @@ def test_memory_format_may_change_between_steps():
     for flat in (False, True):
         model = nn.Conv2d(2, 3, 2, bias=False)
         model.weight.data.copy_(torch.arange(24.0).view(3, 2, 2, 2))
-        masters, states = MasterParams(model, torch.float32, flat), {}
+        masters, states = inside.MasterParams(model, torch.float32, flat), {}
         for i in range(3):
             model.weight.grad = torch.arange(24.0).view(3, 2, 2, 2)
             step(masters, [[model.weight]], states, OPTIMIZERS["sgd"])
@@ -181,10 +183,10 @@ def test_memory_format_may_change_between_steps():
 @pytest.mark.parametrize("flat", [False, True])
 def test_no_memory_is_shared_between_the_copies(flat):
     model = tiny_net()
-    masters = MasterParams(model, torch.float32, flat)
-    masters.lay_out([list(model.parameters())])
+    masters = inside.MasterParams(model, torch.float32, flat)
+    inside.lay_out(masters, [list(model.parameters())])
     pointers = {p.data_ptr() for p in model.parameters()}
-    assert not pointers & {m.data_ptr() for m in masters.master.values()}
+    assert not pointers & {m.data_ptr() for m in inside.masters_by_param(masters).values()}
     masters.restore()
     for p in model.parameters():  # no view of a vector, which would keep it in memory
         assert p.untyped_storage().nbytes() == p.nbytes
@@ -194,9 +196,9 @@ def test_no_memory_is_shared_between_the_copies(flat):
 def test_gradients_survive_the_way_there_and_back(flat):
     model = linear_model([1.0])
     model.weight.grad = torch.full((1, 1), 1 + 2.0**-20)
-    masters = MasterParams(model, torch.bfloat16, flat)
+    masters = inside.MasterParams(model, torch.bfloat16, flat)
     assert_same(model.weight.grad, torch.full((1, 1), 1 + 2.0**-20))
-    masters.lay_out([list(model.parameters())])
+    inside.lay_out(masters, [list(model.parameters())])
     masters.restore()
     assert_same(model.weight.grad, torch.full((1, 1), 1 + 2.0**-20))
 
@@ -215,21 +217,21 @@ def test_gradients_that_were_copied_into_the_masters_stay_as_they_are(dtype, fla
 
 def test_a_step_that_was_interrupted_reaches_the_model():
     model = linear_model([1.0])
-    masters = MasterParams(model)
-    masters.is_stepping = True
-    masters.master[model.weight].data.fill_(2.0)
-    masters.adopt()
-    assert model.weight == 2.0 and not masters.is_stepping
-    assert masters.master[model.weight] == 2.0
+    masters = inside.MasterParams(model)
+    inside.interrupt_step(masters)
+    inside.masters_by_param(masters)[model.weight].data.fill_(2.0)
+    inside.sync_from_model(masters)
+    assert model.weight == 2.0 and not inside.is_stepping(masters)
+    assert inside.masters_by_param(masters)[model.weight] == 2.0
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 def test_give_back_writes_into_the_parameters(dtype):
     model = linear_model([1.0])
-    masters = MasterParams(model, dtype)
+    masters = inside.MasterParams(model, dtype)
     pointer = model.weight.data_ptr()
-    masters.master[model.weight].data.fill_(1.0005)
-    masters.give_back()
+    inside.masters_by_param(masters)[model.weight].data.fill_(1.0005)
+    inside.master_to_model(masters)
     assert model.weight.data_ptr() == pointer
     assert_same(model.weight.data, torch.full((1, 1), 1.0005).to(dtype))
 
@@ -238,7 +240,7 @@ def test_give_back_writes_into_the_parameters(dtype):
 def test_a_frozen_parameter_with_a_gradient_is_stepped_as_in_pytorch(flat):
     model = linear_model([1.0])
     model.other = Parameter(torch.ones(1))
-    masters = MasterParams(model, flat=flat)
+    masters = inside.MasterParams(model, flat=flat)
     model.weight.requires_grad_(False)
     model.weight.grad = torch.ones(1, 1)
     step(masters, [list(model.parameters())], {}, lambda ps: torch.optim.SGD(ps, lr=0.5))
@@ -248,8 +250,8 @@ def test_a_frozen_parameter_with_a_gradient_is_stepped_as_in_pytorch(flat):
 @pytest.mark.parametrize("flat", [False, True])
 def test_restore_takes_what_was_written(flat):
     model = linear_model([1.0, 2.0])
-    masters = MasterParams(model, flat=flat)
-    masters.master[model.weight].data += 2.0**-20
+    masters = inside.MasterParams(model, flat=flat)
+    inside.masters_by_param(masters)[model.weight].data += 2.0**-20
     model.weight.data[0, 1] = 4.0
     masters.restore()
     assert_same(model.weight.data, torch.tensor([[1 + 2.0**-20, 4.0]]))
@@ -260,17 +262,17 @@ def test_what_has_no_master_is_its_own_unit():
     model.weight = Parameter(torch.ones(2))
     model.phase = Parameter(torch.ones(2, dtype=torch.complex64))
     outside = Parameter(torch.ones(2))
-    masters = MasterParams(model, flat=True)
+    masters = inside.MasterParams(model, flat=True)
     params = [*model.parameters(), outside]
-    masters.lay_out([params])
+    inside.lay_out(masters, [params])
     for p in params:
         p.grad = torch.ones(p.shape, dtype=p.dtype if p.is_complex() else None)
-    units = masters.units(0, params, lambda p: None)
-    own = [unit.params[0] for unit in units if unit.master is unit.params[0]]
+    buckets = inside.buckets(masters, params)
+    own = [bucket.params[0] for bucket in buckets if bucket.master is bucket.params[0]]
     assert set(own) == {model.phase, outside}
-    assert len(units) == 3
+    assert len(buckets) == 3
     outside.grad = model.phase.grad = None
-    assert [u.params for u in masters.units(0, params, lambda p: None)] == [[model.weight]]
+    assert [u.params for u in inside.buckets(masters, params)] == [[model.weight]]
     assert model.phase.dtype == torch.complex64
 
 
@@ -278,8 +280,8 @@ def test_tied_weights_have_one_master():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     before = copies(model)
-    masters = MasterParams(model, flat=True)
-    assert len(masters.master) == 1
+    masters = inside.MasterParams(model, flat=True)
+    assert len(inside.masters_by_param(masters)) == 1
     assert_same(dict(model.state_dict()), before)
     new = {k: v + 2.0**-20 for k, v in before.items()}
     model.load_state_dict({k: torch.ones(2, 2) + 2.0**-20 for k in new})
@@ -291,7 +293,7 @@ def test_tied_weights_have_one_master():
 def test_what_was_loaded_may_be_changed_afterwards():
     model = linear_model([1.0])
     model.register_buffer("means", torch.ones(1))
-    MasterParams(model)
+    inside.MasterParams(model)
     loaded = {k: v + 2.0**-20 for k, v in model.state_dict().items()}
     before = {k: v.clone() for k, v in loaded.items()}
     model.load_state_dict(loaded)
@@ -303,7 +305,7 @@ def test_what_was_loaded_may_be_changed_afterwards():
 def test_a_number_from_a_file_that_has_it_in_a_list_keeps_its_low_bits():
     """PyTorch loads shape (1,) into shape (): old files have it."""
     model = nn.ParameterList([Parameter(torch.tensor(1.0))])
-    masters = MasterParams(model, torch.bfloat16)
+    masters = inside.MasterParams(model, torch.bfloat16)
     model.load_state_dict({"0": torch.tensor([1 + 2.0**-20])})
     assert masters.restore()[0].item() == 1 + 2.0**-20
 
@@ -314,7 +316,7 @@ def test_scalars_next_to_each_other_keep_their_state(name):
     for flat in (False, True):
         model = nn.ParameterList([Parameter(torch.tensor(float(i))) for i in range(3)])
         params, states = list(model), {}
-        masters = MasterParams(model, torch.float32, flat)
+        masters = inside.MasterParams(model, torch.float32, flat)
         for _ in range(3):
             for i, p in enumerate(params):
                 p.grad = torch.tensor(i + 0.5)
@@ -326,7 +328,7 @@ def test_scalars_next_to_each_other_keep_their_state(name):
 def test_a_checkpoint_of_a_wrong_shape_fails_as_ever():
     model = tiny_net()
     before = copies(model)
-    masters = MasterParams(model)
+    masters = inside.MasterParams(model)
     with pytest.raises(RuntimeError, match="size mismatch for linear.weight"):
         model.load_state_dict({**before, "linear.weight": torch.zeros(3, 8)})
     assert_same(dict(masters.restore().state_dict()), before)
@@ -337,7 +339,7 @@ def test_a_checkpoint_of_a_wrong_shape_fails_as_ever():
 def test_a_half_model_is_trained_from_what_is_left(dtype, flat, caplog):
     model = nn.Linear(3, 2).to(dtype)
     rounded = copies(model)
-    masters = MasterParams(model, dtype, flat)
+    masters = inside.MasterParams(model, dtype, flat)
     masters.restore()
     assert_same(dict(model.state_dict()), {k: v.float() for k, v in rounded.items()})
 
@@ -366,9 +368,9 @@ def test_a_copy_of_the_model_alone_is_in_32_bits(way, flat, laid_out):
     model = tiny_net()
     model.register_buffer("means", torch.tensor([0.1, 0.2]))
     before = copies(model)
-    masters = MasterParams(model, torch.bfloat16, flat)
+    masters = inside.MasterParams(model, torch.bfloat16, flat)
     if laid_out:
-        masters.lay_out([list(model.parameters())])
+        inside.lay_out(masters, [list(model.parameters())])
     twin = way(model)
     assert twin.conv.weight.dtype == twin.means.dtype == torch.float32
     assert not twin._state_dict_hooks and not vars(twin).keys() & {"__deepcopy__", "forward"}
@@ -389,17 +391,17 @@ def test_a_copy_of_model_and_masters_is_in_16_bits(way, flat, model_first):
     model = tiny_net()
     model.register_buffer("means", torch.tensor([0.1, 0.2]))
     before = copies(model)
-    masters = MasterParams(model, torch.bfloat16, flat)
-    masters.lay_out([list(model.parameters())])
+    masters = inside.MasterParams(model, torch.bfloat16, flat)
+    inside.lay_out(masters, [list(model.parameters())])
     if model_first:
         twin, own = way((model, masters))
     else:
         own, twin = way((masters, model))
-    own.come_back()
+    inside.reattach(own)
     assert twin.conv.weight.dtype == twin.means.dtype == torch.bfloat16
     assert_same(dict(twin.state_dict()), before)
     assert masters_of(twin) is own is not masters and own.model is twin
-    assert set(own.master) == set(twin.parameters())
+    assert set(inside.masters_by_param(own)) == set(twin.parameters())
     assert_same(dict(way(twin).state_dict()), before)
 
     twin.load_state_dict({k: torch.zeros_like(v) for k, v in before.items()})
@@ -416,10 +418,10 @@ def test_a_copy_of_model_and_masters_is_in_16_bits(way, flat, model_first):
 def test_a_copy_trains_on(way, flat):
     model = tiny_net()
     before = copies(model)
-    masters = MasterParams(model, flat=flat)
-    masters.lay_out([list(model.parameters())])
+    masters = inside.MasterParams(model, flat=flat)
+    inside.lay_out(masters, [list(model.parameters())])
     twin, own = way((model, masters))
-    own.come_back()
+    inside.reattach(own)
     assert model.linear.weight.grad_dtype == twin.linear.weight.grad_dtype == torch.float32
     check_trains(twin, before)
     assert_same(dict(model.state_dict()), before)
@@ -428,7 +430,7 @@ def test_a_copy_trains_on(way, flat):
 def check_trains(twin, before):
     """Check that a step of a half on gradients of one moves every weight of `twin` by a half."""
     own, params = masters_of(twin), list(twin.parameters())
-    own.adopt()
+    inside.sync_from_model(own)
     for p in params:
         p.grad = torch.ones(p.shape)
     step(own, [params], {}, lambda ps: torch.optim.SGD(ps, lr=0.5))
@@ -442,7 +444,7 @@ def check_trains(twin, before):
 
 def test_a_checkpoint_holds_what_was_written():
     model = linear_model([1.0, 2.0])
-    MasterParams(model)
+    inside.MasterParams(model)
     model.weight.data.fill_(3.0)
     assert_same(model.state_dict()["weight"], torch.full((1, 2), 3.0))
 
@@ -455,9 +457,9 @@ def test_low_bits_survive_a_cast_by_others(cast, dtype, flat):
     model.norm.weight.data += 2.0**-20
     model.register_buffer("means", torch.tensor([0.1, 0.2]))
     before = copies(model)
-    masters = MasterParams(model, dtype, flat)
+    masters = inside.MasterParams(model, dtype, flat)
     getattr(model, cast)()
-    masters.adopt()
+    inside.sync_from_model(masters)
     assert model.conv.weight.dtype == dtype
     assert model.norm.weight.dtype == model.norm.running_mean.dtype == torch.float32
     assert_same(dict(masters.restore().state_dict()), before)
@@ -465,15 +467,16 @@ def test_low_bits_survive_a_cast_by_others(cast, dtype, flat):
 
 def test_a_state_with_gaps_is_joined():
     p = Parameter(torch.zeros(4))
-    unit = Unit([p], torch.zeros(4), [torch.zeros(4)], FlatGrads(torch.zeros(4), [p]))
+    grads = inside.GradBuffer(torch.zeros(4), [p])
+    bucket = inside.Bucket([p], torch.zeros(4), [torch.zeros(4)], grads)
     with_gaps = torch.arange(8.0)[::2]
-    assert_same(unit.join([{"mean": with_gaps}])["mean"], with_gaps.clone())
+    assert_same(bucket.join([{"mean": with_gaps}])["mean"], with_gaps.clone())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_nothing_is_left_on_the_parameters(dtype):
     model = linear_model([1.0])
-    MasterParams(model).restore()
+    inside.MasterParams(model).restore()
     model.to(dtype)
     model(torch.ones(1, 1, dtype=dtype)).sum().backward()
     assert model.weight.grad.dtype == dtype
@@ -482,7 +485,7 @@ def test_nothing_is_left_on_the_parameters(dtype):
 def test_a_half_model_comes_back_in_32_bits():
     model = linear_model([1.0])
     model.register_buffer("means", torch.ones(1))
-    masters = MasterParams(model.half())
+    masters = inside.MasterParams(model.half())
     masters.restore()
     assert model.means.dtype == model.weight.dtype == torch.float32
 
@@ -490,19 +493,19 @@ def test_a_half_model_comes_back_in_32_bits():
 def test_a_parameter_without_elements_has_a_float32_master():
     model = linear_model([1.0])
     model.none = Parameter(torch.zeros(0, 2))
-    masters = MasterParams(model)
-    assert masters.master[model.none].dtype == torch.float32
+    masters = inside.MasterParams(model)
+    assert inside.masters_by_param(masters)[model.none].dtype == torch.float32
 
 
 def test_the_optimizers_own_zero_grad():
     model = linear_model([1.0])
-    masters = MasterParams(model, flat=True)
-    masters.lay_out([[model.weight]])
+    masters = inside.MasterParams(model, flat=True)
+    inside.lay_out(masters, [[model.weight]])
     for _ in range(2):
         model.weight.grad = torch.ones(1, 1)
-        (unit,) = masters.units(0, [model.weight], lambda p: None)
-        unit.take_grads()
-        opt = torch.optim.SGD([unit.master], lr=0.25)
+        (bucket,) = inside.buckets(masters, [model.weight])
+        inside.grads_to_master(bucket)
+        opt = torch.optim.SGD([bucket.master], lr=0.25)
         opt.step()
         opt.zero_grad()
-    assert unit.master == 0.5
+    assert bucket.master == 0.5

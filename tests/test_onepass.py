@@ -6,6 +6,7 @@ import shutil
 import weakref
 from functools import partial
 
+import inside
 import pytest
 import torch
 from fastai.callback.core import Callback
@@ -16,10 +17,7 @@ from tiny import Do, make_learner, plain
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mixedfp import onepass, step
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.master import MasterParams
-from mixedfp.onepass import NotElementwise, OnePass, record
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.step import MixedStep
@@ -62,8 +60,7 @@ OPTIMIZERS = {
 @pytest.fixture
 def small_is_large(monkeypatch):
     """Have vectors of any size stepped in one pass, in stretches of some hundred elements."""
-    monkeypatch.setattr(step, "LARGE", 1)
-    monkeypatch.setattr(onepass, "_CUT", 700)
+    inside.everything_is_large(monkeypatch, chunk=700)
 
 
 def net():
@@ -106,7 +103,7 @@ def mixed_step(dtype, direct=True, compiled=False):
     """Make a step over flat masters, from a scale that overflows at first."""
     scaler = LossScaler(init_scale=2.0**18, max_scale=2.0**24, enabled=dtype == torch.float16)
     mixed = MixedStep(dtype, flat_master=True, scaler=scaler, compiled=compiled)
-    mixed.direct = direct
+    inside.be_exclusive(mixed, direct)
     return mixed
 
 
@@ -120,8 +117,8 @@ def can_be_recorded(make):
     p.grad = torch.ones(3)
     states = [v for v in opt.state[p].values() if isinstance(v, torch.Tensor) and v.ndim]
     try:
-        record(opt.step, [[p, p.grad, *states]])
-    except NotElementwise:
+        inside.record(opt.step, [[p, p.grad, *states]])
+    except inside.NotElementwise:
         return False
     return True
 
@@ -137,12 +134,12 @@ def test_stretches_give_the_optimizers_own_bits(name, dtype, direct, small_is_la
     """Stretch by stretch, unscaled on the way, or the whole vectors by the optimizer itself."""
     one = train(mixed_step(DTYPES[dtype], direct), OPTIMIZERS[name])
     if name not in MAYBE_RECORDED or can_be_recorded(OPTIMIZERS[name]):
-        assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+        assert one[1].update_paths().keys() == {"in chunks"}
     else:
-        assert one[1].one_pass is None
-    monkeypatch.setattr(step, "LARGE", 2**60)
+        assert one[1].update_paths().keys() == {"by the optimizer"}
+    inside.nothing_is_large(monkeypatch)
     whole = train(mixed_step(DTYPES[dtype], direct=False), OPTIMIZERS[name])
-    assert not whole[1].one_pass.paths
+    assert whole[1].update_paths().keys() == {"by the optimizer"}
     assert_same(ends(*one), ends(*whole))
 
 
@@ -151,8 +148,8 @@ def test_fused_kernels_round_the_ends_of_stretches_otherwise(fused, small_is_lar
     """They are not PyTorch's element-wise operators: 4 ulps of the weights in 5 steps."""
     make = partial(fused, lr=0.01, fused=True)
     one = train(mixed_step(torch.bfloat16), make)
-    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
-    monkeypatch.setattr(step, "LARGE", 2**60)
+    assert one[1].update_paths().keys() == {"in chunks"}
+    inside.nothing_is_large(monkeypatch)
     whole = train(mixed_step(torch.bfloat16), make)
     for k, w in whole[0].state_dict().items():
         torch.testing.assert_close(one[0].state_dict()[k], w, rtol=2**-21, atol=2**-26)
@@ -188,7 +185,7 @@ def test_the_device_alone_decides_on_a_skip(name, small_is_large):
 
     def run(on_device):
         mixed = mixed_step(torch.float16)
-        mixed.on_device = on_device
+        inside.decide_on_device(mixed, on_device)
         mixed.scaler = LossScaler(init_scale=4.0)
         return mixed, train(mixed, OPTIMIZERS[name], 8, losses={0, 3, 4})
 
@@ -201,7 +198,7 @@ def test_the_device_alone_decides_on_a_skip(name, small_is_large):
 def test_hopeless_runs_end_where_only_the_device_knows(small_is_large):
     """The error comes when the record is read, after as many steps as may be skipped."""
     mixed = mixed_step(torch.float16)
-    mixed.on_device = True
+    inside.decide_on_device(mixed)
     mixed.scaler = LossScaler(init_scale=4.0, max_skips=3)
     with pytest.raises(MixedPrecisionError, match="3 steps in a row"):
         train(mixed, OPTIMIZERS["AdamW"], 8, losses=set(range(8)))
@@ -230,14 +227,14 @@ def test_a_sum_of_gradients_is_taken_in_32_bits(small_is_large):
     assert_same(ends(*one), ends(*other))
 
 
-def test_used_once():
+def test_single_use_params():
     """A parameter counts as often as operations use it, one in a checkpoint not at all."""
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    assert step.used_once((a * b).sum()) == {a, b}
-    assert step.used_once((a * b * b).sum()) == {a}
+    assert inside.single_use_params((a * b).sum()) == {a, b}
+    assert inside.single_use_params((a * b * b).sum()) == {a}
     hidden = torch.utils.checkpoint.checkpoint(lambda x: x * c, a * 1, use_reentrant=True)
-    assert step.used_once(hidden.sum()) == {a}
-    assert step.used_once(torch.ones(())) == set()
+    assert inside.single_use_params(hidden.sum()) == {a}
+    assert inside.single_use_params(torch.ones(())) == set()
 
 
 @pytest.mark.parametrize(
@@ -258,8 +255,8 @@ def test_gradients_wait_only_where_no_callback_may_look(cb, direct, small_is_lar
     learn.to_fp16(flat_master=True)
     with learn.no_bar(), learn.no_logging():
         learn.fit(1, 0.01, cbs=[] if cb is None else [cb()])
-    assert learn.mp_cb.mixed.direct == direct
-    assert learn.mp_cb.mixed.opt.one_pass.paths
+    assert inside.is_exclusive(learn.mp_cb.mixed) == direct
+    assert inside.has_passed(learn.mp_cb.mixed.opt)
 
 
 def test_a_learner_fits_to_the_same_bits_watched_or_not(small_is_large):
@@ -275,13 +272,13 @@ def test_a_learner_fits_to_the_same_bits_watched_or_not(small_is_large):
 
 
 def test_gradients_wait_in_16_bits_and_become_true_for_who_asks(small_is_large):
-    """Between `unscale` and `step` they are scaled 16-bit ones, until `take_grads`."""
+    """Between `unscale` and `step` they are scaled 16-bit ones, until somebody looks."""
     seen = {}
 
     def look(i, model, opt):
         if i == 3:
             seen["waiting"] = [p.grad.clone() for p in model.parameters()]
-            opt.take_grads()
+            inside.materialize(opt)
             seen["true"] = [p.grad.clone() for p in model.parameters()]
 
     mixed = mixed_step(torch.float16)
@@ -298,7 +295,7 @@ def test_asking_in_between_changes_no_bit(small_is_large):
 
     def look(i, model, opt):
         if i % 2:
-            opt.take_grads()
+            inside.materialize(opt)
 
     asked = train(mixed_step(torch.float16), OPTIMIZERS["AdamW"], before_step=look)
     assert_same(ends(*asked), ends(*train(mixed_step(torch.float16), OPTIMIZERS["AdamW"])))
@@ -322,7 +319,7 @@ def test_micro_batches_add_up_in_32_bits(make, dtype, small_is_large):
                 out = mixed.uncast(model(mixed.cast(x, training=True)))
                 mixed.scale(out.square().mean()).backward()
             assert mixed.unscale()
-            opt.take_grads()
+            inside.materialize(opt)
             found = [p.grad.clone() for p in model.parameters()]
             if n == 1:
                 mixed.step()
@@ -373,9 +370,8 @@ def test_weights_written_into_the_model_are_taken_over(small_is_large):
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 def test_written_weights_are_taken_over_once(how, large, direct, flat, monkeypatch):
     """Every write, with nothing to pay for it in the steps that follow."""
-    monkeypatch.setattr(step, "LARGE", 1 if large else 2**40)
-    n_adopted, adopt = [], MasterParams.adopt
-    monkeypatch.setattr(MasterParams, "adopt", lambda self: n_adopted.append(1) or adopt(self))
+    inside.large_from(monkeypatch, 1 if large else 2**40)
+    syncs = inside.count_syncs(monkeypatch)
 
     def write(i, model, opt):
         if i in (2, 3, 6):
@@ -384,12 +380,12 @@ def test_written_weights_are_taken_over_once(how, large, direct, flat, monkeypat
                     model[0].weight.fill_(0.5)
             else:
                 model[0].weight.data = torch.full_like(model[0].weight, 0.5)
-        counts.append(len(n_adopted))
-        weights.append(opt.masters.master[model[0].weight].detach().clone())
+        counts.append(len(syncs))
+        weights.append(inside.masters_by_param(opt)[model[0].weight].detach().clone())
 
     counts, weights = [], []
     mixed = MixedStep(torch.bfloat16, flat, compiled=False)
-    mixed.direct = direct
+    inside.be_exclusive(mixed, direct)
     train(mixed, OPTIMIZERS["fastai SGD, no momentum"], 9, before_step=write)
     after = [now - counts[0] for now in counts]  # the counts before the steps
     assert after == [0, 0, 0, 1, 2, 2, 2, 3, 3]
@@ -401,11 +397,11 @@ def test_written_weights_are_taken_over_once(how, large, direct, flat, monkeypat
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 def test_masters_show_true_gradients_or_none(large, direct, monkeypatch):
     """Never memory that nothing was written to, or what is left of the last step."""
-    monkeypatch.setattr(step, "LARGE", 1 if large else 2**40)
+    inside.large_from(monkeypatch, 1 if large else 2**40)
     seen = []
 
     def look(i, model, opt):
-        groups = zip(opt.masters.model_params, opt.masters.master_params, strict=True)
+        groups = inside.masters_by_list(opt)
         seen.extend((i, m.grad, ps) for ps, ms in groups for m in ms)
         for _, grad, params in seen[-2:]:
             if grad is not None:
@@ -415,11 +411,11 @@ def test_masters_show_true_gradients_or_none(large, direct, monkeypatch):
     mixed = mixed_step(torch.bfloat16, direct)
     mixed.attach(model := net())
     opt = mixed.hold(optim.SGD(model.parameters(), lr=0.1))
-    assert [m.grad for ms in opt.masters.master_params for m in ms] == [None, None]
+    assert [m.grad for _, ms in inside.masters_by_list(opt) for m in ms] == [None, None]
     train(mixed, OPTIMIZERS["SGD"], 3, before_step=look)
     assert len(seen) == 6
     assert all((grad is None) == (large and direct) for _, grad, _ in seen)
-    assert [m.grad for ms in mixed.masters.master_params for m in ms] == [None, None]
+    assert [m.grad for _, ms in inside.masters_by_list(mixed) for m in ms] == [None, None]
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
@@ -427,11 +423,9 @@ def test_gradients_that_wait_need_no_vector(direct, small_is_large):
     """Four bytes a parameter less, until somebody wants to see true gradients."""
     mixed = mixed_step(torch.bfloat16, direct)
     _, opt = train(mixed, OPTIMIZERS["fastai Adam"])
-    vectors = set(mixed.masters.grads.values())
-    assert len(vectors) == 2
-    assert {v.is_there for v in vectors} == {not direct}
-    opt.take_grads()
-    assert {v.is_there for v in vectors} == {True}
+    assert inside.have_grad_vectors(mixed) == 2 * [not direct]
+    inside.materialize(opt)
+    assert inside.have_grad_vectors(mixed) == 2 * [True]
 
 
 def test_gradients_put_there_after_a_step_are_stepped():
@@ -473,8 +467,8 @@ def test_an_update_that_looks_at_the_whole_is_refused_before_anything_changes():
     """`record` runs on stand-ins: no weight has moved when it raises."""
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
-    with pytest.raises(NotElementwise, match="norm"):
-        record(Normed([p]).step, [[p, p.grad]])
+    with pytest.raises(inside.NotElementwise, match="norm"):
+        inside.record(Normed([p]).step, [[p, p.grad]])
 
 
 class Keeping(optim.SGD):
@@ -514,8 +508,8 @@ class Cooling(optim.Optimizer):
 
 def test_a_number_that_changes_after_it_was_used_is_what_it_was_then(small_is_large, monkeypatch):
     one = train(mixed_step(torch.bfloat16), Cooling)
-    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
-    monkeypatch.setattr(step, "LARGE", 2**60)
+    assert one[1].update_paths().keys() == {"in chunks"}
+    inside.nothing_is_large(monkeypatch)
     assert_same(ends(*one), ends(*train(mixed_step(torch.bfloat16), Cooling)))
 
 
@@ -523,7 +517,7 @@ def test_vectors_that_are_no_more_are_let_go(small_is_large):
     """Of a layout that was given up nothing stays in memory."""
     mixed = mixed_step(torch.bfloat16)
     model, opt = train(mixed, OPTIMIZERS["SGD"])
-    old = weakref.ref(mixed.masters.master_params[0][0])
+    old = weakref.ref(inside.masters_by_list(mixed)[0][1][0])
     model[0].requires_grad_(False)
     for p in model[0].parameters():
         p.grad = None
@@ -549,7 +543,7 @@ def test_what_was_gathered_for_a_skipped_step_is_not_used_again(small_is_large):
 def test_a_refused_optimizer_steps_its_vectors_itself(small_is_large):
     """It passes the trial by chance (a sign is the same for all pieces), and is still exact."""
     one = train(mixed_step(torch.bfloat16), Normed, 3)
-    assert one[1].one_pass is None
+    assert one[1].update_paths().keys() == {"by the optimizer"}
     each = MixedStep(torch.bfloat16)
     assert_same(ends(*one), ends(*train(each, Normed, 3)))
 
@@ -567,7 +561,7 @@ def test_hooks_see_all_masters(small_is_large):
 
     model, opt = train(mixed_step(torch.float16), make, 3)
     assert set(seen) == {sum(p.numel() for p in model.parameters())}
-    assert not opt.one_pass.paths
+    assert opt.update_paths().keys() == {"by the optimizer"}
 
 
 def test_a_step_of_ones_own_is_called(small_is_large):
@@ -585,7 +579,7 @@ def test_a_step_of_ones_own_is_called(small_is_large):
 
     model, opt = train(mixed_step(torch.bfloat16), make, 3)
     assert seen == 3 * [sum(p.numel() for p in model.parameters())]
-    assert not opt.one_pass.paths
+    assert opt.update_paths().keys() == {"by the optimizer"}
 
 
 def test_a_model_given_back_in_between_has_32_bit_gradients(small_is_large):
@@ -605,11 +599,11 @@ def test_a_model_given_back_in_between_has_32_bit_gradients(small_is_large):
 
 def test_small_vectors_are_stepped_beside_large_ones(monkeypatch):
     """Weights in one pass, norms and biases by the optimizer itself: the same bits as all alike."""
-    monkeypatch.setattr(step, "LARGE", 1000)
+    inside.large_from(monkeypatch, 1000)
     for name in ("fastai Adam", "AdamW", "wrapped AdamW"):
         for dtype in DTYPES.values():
             one = train(mixed_step(dtype), OPTIMIZERS[name])
-            assert len(one[1].one_pass.paths) == 1
+            assert one[1].update_paths().keys() == {"in chunks", "by the optimizer"}
             each = train(MixedStep(dtype, scaler=mixed_step(dtype).scaler), OPTIMIZERS[name])
             assert_same(ends(*one), ends(*each))
 
@@ -647,7 +641,7 @@ def test_master_optimizer_steps_in_one_pass(stream, dtype, small_is_large, monke
         return model, opt
 
     flat, each = run(flat_master=True, stream=stream), run()
-    assert set(flat[1]._on.one_pass.paths.values()) == {"in chunks"}
+    assert flat[1].update_paths().keys() == {"in chunks"}
     assert_same(dict(flat[0].state_dict()), dict(each[0].state_dict()))
     assert_same(flat[1].state_dict()["state"], each[1].state_dict()["state"])
 
@@ -688,7 +682,7 @@ class Bag(nn.Module):
 def count_a_step(n, dtype, make, on_device=None):
     """Count what happens after the backward pass over `n` matrices."""
     mixed, model = mixed_step(dtype), Bag(n)
-    mixed.on_device = on_device
+    inside.decide_on_device(mixed, on_device)
     mixed.scaler = LossScaler(init_scale=4.0, enabled=dtype == torch.float16)
     mixed.attach(model)
     opt = mixed.hold(make(list(model.parameters())))
@@ -699,7 +693,8 @@ def count_a_step(n, dtype, make, on_device=None):
             mixed.step()
             mixed.update()
             opt.zero_grad()
-    assert opt.update_paths().keys() == {"in chunks" if step.LARGE == 1 else "by the optimizer"}
+    way = "in chunks" if inside.is_everything_large() else "by the optimizer"
+    assert opt.update_paths().keys() == {way}
     return counter
 
 
@@ -708,7 +703,7 @@ def count_a_step(n, dtype, make, on_device=None):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_number_of_calls_is_that_of_groups_not_of_tensors(name, dtype, large, monkeypatch):
     """10 or 1,000 tensors in a group: gather, check, update and give back are as many calls."""
-    monkeypatch.setattr(step, "LARGE", large)
+    inside.large_from(monkeypatch, large)
     few, many = (count_a_step(n, HALVES[dtype], OPTIMIZERS[name]) for n in (10, 1000))
     assert few.calls == many.calls
     assert len(many.calls) < (100 if dtype == "fp16" else 50)
@@ -720,7 +715,7 @@ def test_nothing_is_read_back(name, monkeypatch):
 
     Adam counts steps on the host: there the decision on the last step is read, one step late.
     """
-    monkeypatch.setattr(step, "LARGE", 1)
+    inside.everything_is_large(monkeypatch)
     own = 1 if name == "AdamW" else 0  # its step count, on the host
     late = 1 if "Adam" in name else 0
     assert count_a_step(20, torch.bfloat16, OPTIMIZERS[name]).reads == own
@@ -787,7 +782,7 @@ def assert_within_ulps(model, other, n):
 @pytest.mark.parametrize("name", ["fastai Adam", "AdamW", "fastai SGD"])
 def test_the_compiled_pass_is_within_ulps(name, dtype, monkeypatch):
     """On the same gradients, at moving rates: an ulp of the largest weight for each step."""
-    monkeypatch.setattr(step, "LARGE", 1)
+    inside.everything_is_large(monkeypatch)
 
     def schedule(i, model, opt):
         opt.set_hypers(lr=0.01 * (i + 1)) if "fastai" in name else _set_lr(opt, 0.01 * (i + 1))
@@ -798,7 +793,7 @@ def test_the_compiled_pass_is_within_ulps(name, dtype, monkeypatch):
         mixed.scaler = LossScaler(init_scale=16.0, enabled=dtype == "fp16")
         runs.append(given_gradients(mixed, OPTIMIZERS[name], schedule))
     assert runs[0][1].update_paths().keys() == {"compiled"}
-    assert len(runs[0][1].one_pass.functions) <= 2  # with weight decay and without: not by rate
+    assert inside.n_compiled(runs[0][1]) <= 2  # with weight decay and without: not by rate
     assert_within_ulps(runs[0][0], runs[1][0], 10)
 
 
@@ -812,7 +807,7 @@ def test_moving_rates_compile_nothing_anew(monkeypatch):
     """A schedule over twenty steps: the graphs that there were after the third."""
     from torch._dynamo.utils import counters
 
-    monkeypatch.setattr(step, "LARGE", 1)
+    inside.everything_is_large(monkeypatch)
     seen = []
 
     def schedule(i, model, opt):
@@ -847,8 +842,8 @@ class HalfMomentum(optim.Optimizer):
 def test_states_in_16_bits_are_rounded_as_the_optimizer_rounds_them(small_is_large, monkeypatch):
     """A compiler keeps what is on its way in 32 bits: such a step is done in chunks."""
     one = train(mixed_step(torch.bfloat16, compiled=True), HalfMomentum)
-    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
-    monkeypatch.setattr(step, "LARGE", 2**60)
+    assert one[1].update_paths().keys() == {"in chunks"}
+    inside.nothing_is_large(monkeypatch)
     assert_same(ends(*one), ends(*train(mixed_step(torch.bfloat16), HalfMomentum)))
 
 
@@ -856,7 +851,7 @@ def test_without_a_compiler_it_goes_in_chunks(monkeypatch, caplog, small_is_larg
     """And says so."""
     monkeypatch.setattr(torch, "compile", _no_compiler)
     one = train(mixed_step(torch.bfloat16, compiled=True), OPTIMIZERS["AdamW"])
-    assert set(one[1].one_pass.paths.values()) == {"in chunks"}
+    assert one[1].update_paths().keys() == {"in chunks"}
     each = train(MixedStep(torch.bfloat16), OPTIMIZERS["AdamW"])
     assert_same(ends(*one), ends(*each))
 
@@ -870,21 +865,19 @@ def _no_compiler(fn, **kwargs):
 
 def test_small_models_are_not_compiled():
     """It would take longer than it saves: 4 million elements are the least by default."""
-    one_pass = OnePass()
     model = nn.Linear(64, 64)
     mixed = mixed_step(torch.bfloat16, compiled=None)
     mixed.attach(model)
     opt = mixed.hold(SGD(list(model.parameters()), lr=0.1))
     for p in model.parameters():
         p.grad = torch.ones_like(p, dtype=torch.float32)
-    opt.to_masters()
-    assert not any(one_pass._is_compiled(u) for u in opt.units)
+    assert not inside.would_compile(opt)
 
 
 @needs_compiler
 def test_autograd_notices_a_step_in_between(monkeypatch):
     """A second backward pass through weights that were stepped raises, compiled or not."""
-    monkeypatch.setattr(step, "LARGE", 1)
+    inside.everything_is_large(monkeypatch)
     for compiled in (False, True):
         mixed, model = mixed_step(torch.bfloat16, compiled=compiled), net()
         mixed.attach(model)

@@ -1,5 +1,6 @@
 """The step in one pass over memory on a GPU: the same laws, and nobody waits."""
 
+import inside
 import pytest
 import torch
 from test_onepass import OPTIMIZERS, assert_within_ulps, given_gradients, net
@@ -19,7 +20,8 @@ def train(name, flat, compiled=False, n_steps=12, watch=None, on_device=None):
     mixed = MixedStep(
         torch.float16, flat, LossScaler("cuda", init_scale=2.0**18), compiled=compiled
     )
-    mixed.direct, mixed.on_device = flat, on_device
+    inside.be_exclusive(mixed, flat)
+    inside.decide_on_device(mixed, on_device)
     mixed.attach(model)
     opt = mixed.hold(OPTIMIZERS[name](list(model.parameters())))
     rng = torch.Generator().manual_seed(1)
@@ -77,7 +79,7 @@ def test_the_compiled_pass_is_within_ulps(name):
     runs = []
     for compiled in (True, False):
         mixed = MixedStep(torch.bfloat16, True, compiled=compiled)
-        mixed.direct = True
+        inside.be_exclusive(mixed)
         runs.append(given_gradients(mixed, OPTIMIZERS[name], device="cuda"))
     assert runs[0][1].update_paths().keys() == {"compiled"}
     assert_within_ulps(runs[0][0], runs[1][0], 10)

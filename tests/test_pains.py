@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,6 @@ from tiny import (
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from mixedfp import cast
 from mixedfp.examples import photos
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.scaler import LossScaler
@@ -48,7 +48,7 @@ FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 @pytest.fixture
 def told(caplog):
     """Return the notices that the library gave in this test."""
-    cast.notice_once.cache_clear()
+    inside.forget_notices()
     caplog.set_level(logging.WARNING, logger="mixedfp")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "mixedfp"]
 
@@ -252,6 +252,7 @@ def test_pain_08_a_scheduler_of_torch(flat):
     A user who wants a schedule that goes by steps asks `n_skipped`, and no warning comes.
     """
     learn = make_learner("torch_adamw").to_fp16(flat_master=flat)
+    learn.create_opt()
     schedule = torch.optim.lr_scheduler.StepLR(learn.opt.opt.opt, 1, gamma=0.5)
     seen, asked = [], []
 
@@ -273,6 +274,7 @@ def test_pain_08_a_scheduler_of_torch(flat):
 def test_pain_12_scale_collapses(dynamic, flat):
     """D11, X1: no floor, the scale becomes 0 and the next healthy batch makes the weights nan."""
     learn = make_learner().to_fp16(flat_master=flat, max_skips=15, dynamic=dynamic)
+    learn.create_opt()
     before = bits(learn)
 
     def overflow(learn):
@@ -504,7 +506,8 @@ def test_pain_27_a_cpu_is_a_device(to, dtype, flat):
     for hook in hooks:
         hook.remove()
     assert seen == {dtype} and learn.model[0].weight.dtype == dtype
-    assert learn.mp_cb.mixed.scaler._device == "cpu" or torch.accelerator.is_available()
+    device = inside.scaler_device(learn.mp_cb.mixed.scaler)
+    assert device == "cpu" or torch.accelerator.is_available()
     plain = make_learner()
     plain.fit(1)
     assert not torch.equal(weights(plain)["0.weight"], weights(learn)["0.weight"])
@@ -696,6 +699,7 @@ def test_pain_39_a_skipped_step_moves_nothing(opt, flat):
 def test_pain_39_hooks_of_the_optimizer_are_not_called(flat):
     """What hangs on the optimizer itself hears of the steps that are taken, and of no other."""
     learn, calls = make_learner("torch_adamw").to_fp16(flat_master=flat), []
+    learn.create_opt()
     learn.opt.opt.opt.register_step_post_hook(lambda *_: calls.append(learn.iter))
     learn.fit(1, 0.01, cbs=overflowing(2))
     assert calls == [0, 1, 3]

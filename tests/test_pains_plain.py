@@ -11,6 +11,7 @@ import io
 import math
 import warnings
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1100,7 +1101,7 @@ def count_waits(model, opt, scaler, data, **kwargs):
     """Return how many numbers are read in each step."""
     counts = []
     for batch in data:
-        with Waits(*getattr(scaler, "_host", ())) as waits:
+        with Waits(*inside.host_copies(scaler)) as waits:
             train(model, opt, scaler, [batch], **kwargs)
         counts.append(waits.count)
     return counts

@@ -30,10 +30,10 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import load_model
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import LMDataLoader, LMTensorText
+from inside import be_rank, random_states, write_checkpoint
 from tiny import Do, make_learner, pictures, plain, silent
 from torch import nn
 
-from mixedfp import checkpoint as module
 from mixedfp.callback import MixedPrecision
 from mixedfp.checkpoint import Checkpoint
 from mixedfp.formats import MixedPrecisionError
@@ -558,7 +558,7 @@ def saved(path):
 
 def write(state, path):
     """Write `state` as `Checkpoint` does, with a digest."""
-    module._write(state, path / "models" / "run.pth").file.close()
+    write_checkpoint(state, path / "models" / "run.pth")
 
 
 @pytest.fixture(scope="module")
@@ -644,7 +644,7 @@ def test_every_byte_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkey
 
 
 def test_only_the_first_process_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "rank_distrib", lambda: 1)
+    be_rank(monkeypatch, 1)
     run(start(tmp_path, "fp32"), partial(one_cycle, n=1))
     assert not list((tmp_path / "models").iterdir())
 
@@ -668,7 +668,7 @@ def _other_random(name):
         dls = shuffled_dls()
         list(dls.train)
         found = state["opt"]["checkpoint"]["random"]
-        found[name] = module._random_states(dls)[name]
+        found[name] = random_states(dls)[name]
 
     return change
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import ScaleRecord, check_positive, is_finite, nonfinite_names
 from torch import nn
 from torch.amp import GradScaler
 
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.scaler import LossScaler, ScaleRecord, check_positive, is_finite, nonfinite_names
+from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
 patterns = st.lists(st.booleans(), max_size=60)  # of overflows

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("skorch")
 
 import torch
+from inside import attention_is_slow, forget_notices
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV
@@ -41,8 +42,6 @@ from skorch.callbacks import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mixedfp import cast
-from mixedfp.cast import notice_once
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
@@ -64,7 +63,7 @@ BS, OVERFLOWING = 8, 2  # rows a batch; the third batch of `overflowing_table`
 @pytest.fixture(autouse=True)
 def first_notices(caplog):
     """Have every notice given again, and caught."""
-    notice_once.cache_clear()
+    forget_notices()
     caplog.set_level(logging.WARNING, "mixedfp")
 
 
@@ -415,7 +414,7 @@ class SeesAttention(TorchDispatchMode):
 @pytest.mark.parametrize("limit", [math.inf, 0], ids=["slow", "fast"])
 def test_masters_in_bfloat16_attend_in_float32_where_that_is_faster(monkeypatch, limit):
     """As with `with_masters` and fastai; how fast attention is, is said to be known."""
-    monkeypatch.setattr(cast, "_slow_attention", lambda device, dtype: limit)
+    attention_is_slow(monkeypatch, lambda device, dtype: limit)
     net, spy = make("master_bf16", module=Attends), SeesAttention()
     spy.seen = set()
     with spy:

@@ -10,17 +10,17 @@ import pickle
 import weakref
 from functools import partial
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
+from inside import AttentionInFloat32, slow_attention
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mixedfp import cast
-from mixedfp.cast import AttentionInFloat32, slow_attention
 from mixedfp.optimizer import with_masters
-from mixedfp.step import HalfForward, MixedStep
+from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
 FULL, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -35,8 +35,8 @@ def slow(monkeypatch):
 
 def set_limit(monkeypatch, limit):
     """Let attention be slow in bfloat16 on a CPU below `limit` products a head."""
-    monkeypatch.setattr(
-        cast, "_slow_attention", lambda device, dtype: limit * ((device, dtype) == ("cpu", BF16))
+    inside.attention_is_slow(
+        monkeypatch, lambda device, dtype: limit * ((device, dtype) == ("cpu", BF16))
     )
 
 
@@ -154,14 +154,7 @@ def test_names_of_arguments(slow):
 
 def test_what_is_kept_for_the_backward_pass_has_16_bits(slow, monkeypatch):
     """All but the sums: no tensor of the size of the query waits in float32."""
-    kept = []
-
-    def narrow(dtype, n_dims, t):
-        kept.append(before(dtype, n_dims, t))
-        return kept[-1]
-
-    before = cast._narrow
-    monkeypatch.setattr(cast, "_narrow", narrow)
+    kept = inside.watch_narrowed(monkeypatch)
     with AttentionInFloat32():
         run(qkv())
     assert sorted((t.dim(), t.dtype) == (4, BF16) for t in kept) == [False] + 4 * [True]
@@ -443,7 +436,7 @@ def test_a_forward_pass_that_breaks_off_has_shown_nothing(slow, monkeypatch):
 
 def has_forward(model):
     """Whether somebody stands in `model.forward`."""
-    return isinstance(vars(model).get("forward"), HalfForward)
+    return inside.has_half_forward(model)
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
@@ -603,6 +596,6 @@ def test_limits(monkeypatch, machine, tiles, instructions, limit):
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: instructions)
-    monkeypatch.setattr(cast, "_slow_attention", cast._slow_attention.__wrapped__)
+    inside.ask_the_processor(monkeypatch)
     assert slow_attention("cpu", BF16) == slow_attention(torch.device("cpu"), BF16) == limit
     assert slow_attention("cuda:0", BF16) == slow_attention("cpu", HALF) == 0

@@ -475,6 +475,8 @@ def around_a_search(when, search, precision, path):
     if when != "before_any_fit":
         torch.manual_seed(0)
         learn.fit(1, 0.05)
+    if learn.opt is None:
+        learn.create_opt()
     if search is not None:
         before = search_state(learn)
         SEARCHES[search](learn)

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import fastai.callback.schedule  # noqa: F401, gives Learner fit_one_cycle, fine_tune, lr_find
+import inside
 import torch
 from fastai.basics import Callback, DataLoaders, Learner, params
 from fastai.callback.channelslast import ChannelsLast
@@ -236,6 +237,8 @@ def weights(learn):
 
 def opt_state(learn):
     """Return a copy of the optimizer's state, per model parameter, and its hyper-parameters."""
+    if learn.opt is None:
+        return None
     state = plain(learn.opt.state_dict())
     state.pop("loss_scale", None)
     return state
@@ -252,8 +255,8 @@ def snapshot(learn):
 
 def masters(learn):
     """Return a copy of the float32 masters, in the order of the model's parameters."""
-    owner = learn.mp_cb.mixed.masters
-    return [owner.master[p].detach().clone() for p in learn.model.parameters()]
+    masters = inside.masters_by_param(learn.mp_cb.mixed)
+    return [masters[p].detach().clone() for p in learn.model.parameters()]
 
 
 def bits(learn):

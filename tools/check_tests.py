@@ -3,6 +3,7 @@
 fastcore's `test_eq`, `test_eq_type` and `test_close` call a float16 tensor equal to a float32 one:
 in this library they test nothing. `assert_same` of `mixedfp.testing` looks at the dtype too.
 An output with an error in it, or with a path of the machine it ran on, is no page to publish.
+What is not public of the library is known to `tests/inside.py` alone: see `outside.py`.
 """
 
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import nbformat
 from notebooks import ROOT, all_notebooks
+from outside import reaches_inside
 
 BANNED = re.compile(r"\btest_(eq_type|eq|close)\b")
 MACHINE = re.compile(r"(?<![\w.])/(work|root|tmp|home)/\S*")
@@ -48,12 +50,19 @@ def check_notebook(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}, cell {number}: {text}"
 
 
+def check_file(path: Path) -> Iterator[str]:
+    """Say what is wrong in the test or benchmark at `path`."""
+    source = path.read_text(encoding="utf-8")
+    yield from banned_tests(source)
+    if path.name != "inside.py":
+        yield from reaches_inside(source)
+
+
 def main() -> int:
-    """Check all notebooks and tests."""
+    """Check all notebooks, tests and benchmarks."""
     found = [text for path in all_notebooks() for text in check_notebook(path)]
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        found += [f"{path.relative_to(ROOT)}: {text}" for text in banned_tests(source)]
+    for path in sorted(p for folder in ("tests", "bench") for p in (ROOT / folder).rglob("*.py")):
+        found += [f"{path.relative_to(ROOT)}: {text}" for text in check_file(path)]
     print("\n".join(found) if found else "tests and outputs: nothing that should not be there")
     return 1 if found else 0
 

@@ -1,0 +1,403 @@
+"""The one place of tests and benchmarks that knows how the library is built inside.
+
+What a user imports, a test imports as a user does. All else is here, named after what it gives:
+where a module or an attribute moves, this file follows, and no test. `tools/check_tests.py` holds
+it. What needs fastai is imported in the function that uses it.
+"""
+
+import inspect
+import sys
+
+import torch
+
+from mixedfp.cast import (
+    AttentionInFloat32,
+    ComputeInFloat32,
+    cast_floats,
+    has_fp16_arithmetic,
+    map_tensors,
+    slow_attention,
+    stays_float,
+)
+from mixedfp.distributed import average_over_ranks, take_from_first
+from mixedfp.layerwise import are_finite, fitting_exponent
+from mixedfp.master import FlatGrads as GradBuffer
+from mixedfp.master import MasterParams
+from mixedfp.master import Unit as Bucket
+from mixedfp.onepass import NotElementwise, OnePass, record
+from mixedfp.optimizer import MasterOptimizer
+from mixedfp.scaler import ScaleRecord, check_positive, is_finite, nonfinite_names
+from mixedfp.step import HalfForward, OptimizerOnMasters
+from mixedfp.step import beyond_range as inputs_out_of_range
+from mixedfp.step import used_once as single_use_params
+
+# Tested on their own, so tests import them as they are; the names are those that are to stay.
+__all__ = [
+    "AttentionInFloat32",
+    "Bucket",
+    "ComputeInFloat32",
+    "GradBuffer",
+    "MasterParams",
+    "NotElementwise",
+    "ScaleRecord",
+    "are_finite",
+    "average_over_ranks",
+    "cast_floats",
+    "check_positive",
+    "fitting_exponent",
+    "has_fp16_arithmetic",
+    "inputs_out_of_range",
+    "is_finite",
+    "map_tensors",
+    "nonfinite_names",
+    "record",
+    "single_use_params",
+    "slow_attention",
+    "stays_float",
+    "take_from_first",
+]
+
+
+def _home(thing):
+    """Return the module that defines `thing`, wherever that is by now."""
+    return sys.modules[thing.__module__]
+
+
+# Vectors that are stepped in one pass
+
+
+def large_from(monkeypatch, n):
+    """Have vectors of `n` elements and more stepped in one pass."""
+    monkeypatch.setattr(_home(OptimizerOnMasters), "LARGE", n)
+
+
+def everything_is_large(monkeypatch, chunk=None):
+    """Have vectors of any size stepped in one pass; in chunks of `chunk` elements, if given."""
+    large_from(monkeypatch, 1)
+    if chunk is not None:
+        chunk_size(monkeypatch, chunk)
+
+
+def nothing_is_large(monkeypatch):
+    """Have all vectors stepped whole, by the optimizer itself."""
+    large_from(monkeypatch, 2**60)
+
+
+def chunk_size(monkeypatch, n, alone=None):
+    """Cut vectors into chunks of `n` elements; who has `alone` elements is a chunk of its own."""
+    monkeypatch.setattr(_home(OnePass), "_CUT", n)
+    if alone is not None:
+        monkeypatch.setattr(_home(OnePass), "_ALONE", alone)
+
+
+def is_everything_large():
+    """Whether vectors of any size are stepped in one pass."""
+    return _home(OptimizerOnMasters).LARGE == 1
+
+
+def n_compiled(opt):
+    """Count the functions that were compiled for the updates of `opt`."""
+    return len(opt.one_pass.functions)
+
+
+def would_compile(opt):
+    """Whether any update of `opt`, whose gradients are there, would be compiled."""
+    opt.to_masters()
+    return any(opt.one_pass._is_compiled(u) for u in opt.units)
+
+
+def has_passed(opt):
+    """Whether a step of `opt`, in a fit maybe that is over, has taken the one pass."""
+    return bool(opt.one_pass.paths)
+
+
+def files_of_a_step():
+    """Return the files with the code that a step runs, to interrupt it there."""
+    return {inspect.getfile(c) for c in (OptimizerOnMasters, OnePass, MasterParams)}
+
+
+# The step and its gradients
+
+
+def be_exclusive(mixed, is_exclusive=True):
+    """Say whether only the step of `mixed` looks at gradients, so that they may be deferred."""
+    mixed.direct = is_exclusive
+
+
+def is_exclusive(mixed):
+    """Whether only the step of `mixed` looks at gradients."""
+    return mixed.direct
+
+
+def decide_on_device(mixed, is_on_device=True):
+    """Let the device alone decide on a skip, or Python; None: as is best there."""
+    mixed.on_device = is_on_device
+
+
+def materialize(opt):
+    """Make deferred gradients true, as for somebody who looks at them."""
+    opt.take_grads()
+
+
+def deliver_grad(opt, p):
+    """Tell a `MasterOptimizer` that the backward pass has put a gradient into `p.grad`."""
+    opt._taker(p)
+
+
+def wrap_optimizer(opt, masters):
+    """Return `opt` as what steps `masters`, without a `MixedStep` or a `MasterOptimizer`."""
+    return OptimizerOnMasters(opt, masters)
+
+
+def move_states(on, opt):
+    """Have `on`, which steps masters, move the states of `opt` to their parameters' devices."""
+    on.opt = opt
+    on.move_states()
+
+
+def is_on_masters(opt):
+    """Whether `opt`, a Learner's, steps the masters; None and a plain one do not."""
+    return isinstance(opt, OptimizerOnMasters)
+
+
+def users_optimizer(opt):
+    """Return the optimizer that the user made, over the model's parameters, from `learn.opt`."""
+    return opt.to_model()
+
+
+def forbid_snapshots(opt):
+    """Let a `MasterOptimizer` fail where it would keep buffers for a skip."""
+    opt._buffers.keeper.keep = None
+
+
+def tensors_held(opt):
+    """List what is kept beside model and state: masters, their gradients, memory of the pass."""
+    if isinstance(opt, MasterOptimizer):  # its gradients are there when the backward pass ends
+        units = opt._on.units or []
+        return [*(u.master for u in units), *(u.grad for u in units)]
+    one_pass = opt.one_pass
+    memory = list(one_pass.memory.values()) if one_pass else []
+    chunks = [c for u in opt.units for c in (one_pass.stretches(u) if one_pass else [])]
+    memory += [c.own for c in chunks if c.own is not None]
+    grads = [g.whole for g in opt.masters.grads.values() if g.is_there]
+    return [*(u.master for u in opt.units), *grads, *memory]
+
+
+# Masters
+
+
+def masters_by_param(owner):
+    """Return each parameter's master, a view where flat; of `MasterParams` or who has them."""
+    return getattr(owner, "masters", owner).master
+
+
+def masters_by_list(owner):
+    """Return pairs of a list's parameters and its masters, vectors where flat."""
+    masters = owner.masters
+    return list(zip(masters.model_params, masters.master_params, strict=True))
+
+
+def model_of(mixed):
+    """Return the model whose masters a `MixedStep` has."""
+    return mixed.masters.model
+
+
+def stepped_grads(opt):
+    """List the gradients that the inner optimizer would step with, one a bucket."""
+    return [u.master.grad for u in opt.units]
+
+
+def have_grad_vectors(mixed):
+    """Say for each vector for gradients whether it takes memory."""
+    return [g.is_there for g in dict.fromkeys(mixed.masters.grads.values())]
+
+
+def count_syncs(monkeypatch):
+    """Return a list that grows whenever all of a model's weights are taken into the masters."""
+    syncs, sync = [], MasterParams.adopt
+    monkeypatch.setattr(MasterParams, "adopt", lambda self: syncs.append(1) or sync(self))
+    return syncs
+
+
+def masters_of_model(model):
+    """Return the `MasterParams` that the hooks of `model` know, also those of a copy."""
+    return MasterParams.of(model)
+
+
+def lay_out(masters, lists):
+    """Lay the masters out as an optimizer's parameter lists want it."""
+    masters.lay_out(lists)
+
+
+def buckets(masters, params, i=0, kind=lambda p: None):
+    """Return what an optimizer would step of list `i`; together: what has the same `kind`."""
+    return masters.units(i, params, kind)
+
+
+def grads_to_master(bucket):
+    """Make the gradients of the model's parameters those of the bucket's master."""
+    bucket.take_grads()
+
+
+def sync_from_model(masters):
+    """Take what others have written into the model into the masters."""
+    masters.adopt()
+
+
+def master_to_model(masters):
+    """Write the masters' weights into the model."""
+    masters.give_back()
+
+
+def interrupt_step(masters):
+    """Leave the masters as a step does that was interrupted before its weights were given back."""
+    masters.is_stepping = True
+
+
+def is_stepping(masters):
+    """Whether masters have been stepped whose weights the model does not have."""
+    return masters.is_stepping
+
+
+def reattach(masters):
+    """Bring copied masters and the copy of their model together, in 16 bits."""
+    masters.come_back()
+
+
+# What is cast, where, and what is said about it
+
+
+def forget_notices():
+    """Let notices that were given be given again."""
+    _home(cast_floats).notice_once.cache_clear()
+
+
+def fp16_is_native(monkeypatch, is_native):
+    """Have a step think that the device computes in fp16 itself, or that it does not."""
+    monkeypatch.setattr(_home(HalfForward), "has_fp16_arithmetic", lambda device: is_native)
+
+
+def attention_is_slow(monkeypatch, limit):
+    """Have attention be slow below `limit(device, dtype)` products a head."""
+    monkeypatch.setattr(_home(slow_attention), "_slow_attention", limit)
+
+
+def ask_the_processor(monkeypatch):
+    """Have the processor be asked again what attention is slow at; else it is asked once."""
+    attention_is_slow(monkeypatch, _home(slow_attention)._slow_attention.__wrapped__)
+
+
+def watch_narrowed(monkeypatch):
+    """Return a list that grows with each tensor that attention keeps for its backward pass."""
+    module, kept = _home(AttentionInFloat32), []
+    narrow = module._narrow
+    monkeypatch.setattr(module, "_narrow", lambda *args: kept.append(narrow(*args)) or kept[-1])
+    return kept
+
+
+def has_half_forward(model):
+    """Whether the forward pass of `model` is exchanged for one that casts."""
+    return isinstance(vars(model).get("forward"), HalfForward)
+
+
+def half_forward(model, dtype):
+    """Return what a step puts into `model.forward`."""
+    return HalfForward(model, dtype=dtype)
+
+
+def forward_needs(model):
+    """List what the casting forward pass of `model` has found to need, None for nothing."""
+    return list(model.forward.needs.values())
+
+
+# Scales
+
+
+def host_copies(scaler):
+    """Return the tensors of a scaler that lie on the host, so that to read them is no wait."""
+    return getattr(scaler, "_host", ())
+
+
+def scaler_device(scaler):
+    """Return the type of the device that a scaler's numbers are on."""
+    return scaler._device
+
+
+def layer_infos(layers):
+    """List the `LayerInfo` of a `LayerwiseGradientScaler`."""
+    return layers._infos
+
+
+def n_traced(layers):
+    """Count by layer the nodes at which its gradients begin, as far as the forward pass is."""
+    return {k: len(t.starts) for k, t in layers._hooks.traces.items()}
+
+
+def watch_borders(layers):
+    """Return a list that grows whenever a hook looks for a border: None where there is none."""
+    found, edge = [], layers._hooks._edge
+    layers._hooks._edge = lambda *args: found.append(edge(*args)) or found[-1]
+    return found
+
+
+def fail_in_check(monkeypatch):
+    """Let the check of layers' gradients raise ZeroDivisionError."""
+    monkeypatch.setattr(_home(are_finite), "are_finite", lambda grads: 1 / 0)
+
+
+# Files, data, the comparison
+
+
+def write_checkpoint(state, path):
+    """Write `state` as `Checkpoint` does, with a digest."""
+    from mixedfp import checkpoint
+
+    written = checkpoint._write(state, path)
+    if written is not None:
+        written.file.close()
+
+
+def holds_a_file(checkpoint):
+    """Whether a `Checkpoint` keeps its file open and locked."""
+    return checkpoint._written is not None
+
+
+def random_states(dls):
+    """Return the states of random numbers as a checkpoint holds them."""
+    from mixedfp import checkpoint
+
+    return checkpoint._random_states(dls)
+
+
+def be_rank(monkeypatch, rank):
+    """Have checkpoints think that this is process number `rank`."""
+    from mixedfp import checkpoint
+
+    monkeypatch.setattr(checkpoint, "rank_distrib", lambda: rank)
+
+
+def fastais_data(monkeypatch, folder, download):
+    """Give fastai's data folder another place, and have `download(url)` in place of the network."""
+    from mixedfp import examples
+
+    monkeypatch.setattr(examples, "fastai_path", lambda name: folder / name)
+    monkeypatch.setattr(examples, "untar_data", download)
+
+
+def photo_corners(split, height, width):
+    """Return the corners of the pictures that are cut out of a photograph."""
+    from mixedfp import examples
+
+    return examples._corners(split, height, width)
+
+
+def crop_windows(crop, n, size):
+    """Draw the columns, or rows, that `FlipCrop` takes of `n` pictures."""
+    return torch.from_numpy(crop._window(n, size))
+
+
+def n_bytes(tensors):
+    """Count bytes as the comparison does."""
+    from mixedfp import compare
+
+    return compare._n_bytes(tensors)
