@@ -16,7 +16,7 @@ INSTALL_FROM := settings.ini setup.py
 # The oldest PyTorch that is promised: 2.10 where settings.ini says torch>=2.10.
 OLDEST := $(shell sed -n 's/^requirements *=.*torch>=\([0-9.]*\).*/\1/p' settings.ini)
 
-NOTEBOOKS := index.ipynb $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
+NOTEBOOKS := index.ipynb $(wildcard nbs/*.ipynb nbs/engine/*.ipynb nbs/tutorials/*.ipynb)
 # The first lesson takes minutes: it is run once, by make test.
 LESSON := nbs/tutorials/01_mixed_precision_on_cifar10.ipynb
 QUICK_NOTEBOOKS := $(filter-out $(LESSON),$(NOTEBOOKS))

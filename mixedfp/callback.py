@@ -21,9 +21,10 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.meta import delegates
 
+from .engine.copies import check_free
 from .formats import MixedPrecisionError
-from .master import check_free
-from .scaler import LossScaler, check_flag, check_positive
+from .nested import check_flag, check_positive
+from .scaler import LossScaler
 from .step import MixedStep
 
 # %% ../nbs/10_callback.ipynb #4d08b21a

@@ -20,12 +20,15 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from .cast import PromoteMixed, check_dtype, is_name_in, map_tensors, notice_once, to_float
+from .cast import is_name_in, to_float
+from .engine.autocast import PromoteMixed
+from .engine.buffers import BufferKeeper
+from .engine.forward import install_forward
+from .engine.masters import MasterParams
 from .formats import MixedPrecisionError
-from .master import MasterParams
+from .nested import check_dtype, check_flag, map_tensors, notice_once
 from .optimizer import MasterOptimizer, with_masters
-from .scaler import LossScaler, check_flag
-from .step import BufferKeeper, install_forward
+from .scaler import LossScaler
 
 # %% ../nbs/12_skorch.ipynb #ce568c3c
 _NAMES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}

@@ -10,26 +10,28 @@ import sys
 
 import torch
 
-from mixedfp.cast import (
+from mixedfp.cast import stays_float
+from mixedfp.engine.flat import FlatGrads as GradBuffer
+from mixedfp.engine.flat import Unit as Bucket
+from mixedfp.engine.forward import HalfForward
+from mixedfp.engine.forward import beyond_range as inputs_out_of_range
+from mixedfp.engine.in_float32 import (
     AttentionInFloat32,
     ComputeInFloat32,
-    cast_floats,
     has_fp16_arithmetic,
-    map_tensors,
     slow_attention,
-    stays_float,
 )
-from mixedfp.distributed import average_over_ranks, take_from_first
+from mixedfp.engine.masters import MasterParams
+from mixedfp.engine.onepass import OnePass
+from mixedfp.engine.optim import OptimizerOnMasters
+from mixedfp.engine.optim import used_once as single_use_params
+from mixedfp.engine.program import NotElementwise
+from mixedfp.engine.ranks import average_over_ranks, take_from_first
+from mixedfp.engine.recorder import record
 from mixedfp.layerwise import are_finite, fitting_exponent
-from mixedfp.master import FlatGrads as GradBuffer
-from mixedfp.master import MasterParams
-from mixedfp.master import Unit as Bucket
-from mixedfp.onepass import NotElementwise, OnePass, record
+from mixedfp.nested import cast_floats, check_positive, map_tensors
 from mixedfp.optimizer import MasterOptimizer
-from mixedfp.scaler import ScaleRecord, check_positive, is_finite, nonfinite_names
-from mixedfp.step import HalfForward, OptimizerOnMasters
-from mixedfp.step import beyond_range as inputs_out_of_range
-from mixedfp.step import used_once as single_use_params
+from mixedfp.scaler import ScaleRecord, is_finite, nonfinite_names
 
 # Tested on their own, so tests import them as they are; the names are those that are to stay.
 __all__ = [

@@ -1,21 +1,16 @@
-"""Checks that each module imports only what stands above it.
+"""Checks that each module imports only what stands below it.
 
-    formats   testing            what 16 bits can hold, and how it is tested
-    cast                         what is cast
-    master ‖ scaler ‖ layerwise  the weights; the scales: these do not know the casts
-    onepass                      what an optimizer does, done in one pass over memory
-    distributed                  what processes tell each other
-    step                         one batch, in order
-    optimizer ‖ report           for a plain PyTorch loop; what the numbers did
-    callback ‖ skorch            trainers
-    checkpoint                   a fastai run that goes on where it was killed
-    command                      the options of `mixedfp_compare`: the standard library alone
-    examples, compare            data, models, the comparison
-    all                          what a fastai user imports
+    1 numbers   formats ‖ testing ‖ nested   what 16 bits hold; tests; maps and checks
+    2 ideas     cast ‖ master ‖ scaler ‖ layerwise   each readable alone
+    3 engine    mixedfp.engine, in the order of ENGINE   how it is made exact and fast
+    4 the step  step                             the way of one batch, in order
+    5 trainers  optimizer, callback ‖ skorch, checkpoint   loops, fastai, skorch
+    6 tools     report, command, examples, compare, all    data, the command, what users import
 
-Down to `report` a module needs torch and the standard library alone; a function there may still
-import matplotlib when it is asked for a plot. `command` imports the module that does what it reads
-when it has read it, in a function: the one way down.
+Nobody above the step imports the engine but through `step` and `optimizer`, except for what DOORS
+lets through. Floors 1 to 4 and `optimizer` need torch and the standard library alone; a function
+there may still import matplotlib when it is asked for a plot. `command` imports the module that
+does what it reads when it has read it, in a function: the one way down.
 """
 
 import ast
@@ -26,20 +21,35 @@ from pathlib import Path
 from notebooks import ROOT
 
 PACKAGE = "mixedfp"
-ABOVE = {"formats": set(), "testing": {"formats"}}
-ABOVE["cast"] = {"formats", "testing"}
-ABOVE["master"] = {"formats", "testing", "cast"}
-ABOVE["scaler"] = ABOVE["layerwise"] = ABOVE["distributed"] = {"formats", "testing"}
-ABOVE["onepass"] = {"formats", "testing", "cast", "master"}
-ABOVE["step"] = ABOVE["onepass"] | {"onepass", "scaler", "layerwise", "distributed"}
-ABOVE["optimizer"] = ABOVE["report"] = ABOVE["step"] | {"step"}
-CORE = set(ABOVE)
-ABOVE["callback"] = ABOVE["skorch"] = CORE
-ABOVE["checkpoint"] = CORE | {"callback"}
-ABOVE["examples"] = CORE | {"callback", "skorch", "checkpoint"}
-ABOVE["command"] = set()
-ABOVE["compare"] = ABOVE["examples"] | {"examples", "command"}
-ABOVE["all"] = ABOVE["compare"] | {"compare"}
+NUMBERS = {"formats", "testing", "nested"}
+IDEAS = {"cast", "master", "scaler", "layerwise"}
+# each of these may import those before it
+ENGINE = [
+    f"engine.{room}"
+    for room in """ranks full_state copies in_float32 autocast forward flat masters program recorder
+    optim_access elementwise onepass optim buffers gradients""".split()
+]
+
+BELOW = {"formats": set(), "testing": {"formats"}, "nested": {"formats"}}
+BELOW |= {idea: NUMBERS for idea in IDEAS}
+BELOW["master"] = NUMBERS | {"engine.masters"}  # shows it under its public name, when asked for it
+for i, room in enumerate(ENGINE):
+    BELOW[room] = NUMBERS | IDEAS | set(ENGINE[:i])
+BELOW["step"] = NUMBERS | IDEAS | set(ENGINE)
+BELOW["optimizer"] = BELOW["report"] = BELOW["step"] | {"step"}
+CORE = set(BELOW)
+DOORS = {
+    "callback": {"engine.copies"},
+    "skorch": {"engine.autocast", "engine.buffers", "engine.forward", "engine.masters"},
+}
+UP_TO_STEP = NUMBERS | IDEAS | {"step", "optimizer", "report"}
+BELOW["callback"] = UP_TO_STEP | DOORS["callback"]
+BELOW["skorch"] = UP_TO_STEP | DOORS["skorch"]
+BELOW["checkpoint"] = UP_TO_STEP | {"callback"}
+BELOW["examples"] = UP_TO_STEP | {"callback", "skorch", "checkpoint"}
+BELOW["command"] = set()
+BELOW["compare"] = BELOW["examples"] | {"examples", "command"}
+BELOW["all"] = BELOW["compare"] | {"compare"}
 
 # the package that each trainer leaves alone
 STANDS_BESIDE = {"callback": "skorch", "checkpoint": "skorch", "skorch": "fastai"}
@@ -48,34 +58,41 @@ IN_FUNCTIONS = ON_IMPORT | {"matplotlib"}
 DOWN_IN_FUNCTIONS = {"command": {"compare"}}
 
 
-def imports(node: ast.AST, in_function: bool = False) -> Iterator[tuple[int, str, bool]]:
+def imports(node: ast.AST, here: str, in_function: bool = False) -> Iterator[tuple[int, str, bool]]:
     """Yield line, dotted name and whether a function does it, for each import below `node`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
                 yield child.lineno, alias.name, in_function
         elif isinstance(child, ast.ImportFrom):
-            source = f"{PACKAGE}.{child.module or ''}".rstrip(".") if child.level else child.module
+            source = child.module
+            if child.level:  # from the module `here`, so many packages up
+                source = ".".join([*here.split(".")[: -child.level], child.module or ""]).strip(".")
             for alias in child.names:  # `from . import cast` names a module, so keep the name
                 yield child.lineno, f"{source}.{alias.name}", in_function
         else:
             inside = in_function or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
-            yield from imports(child, inside)
+            yield from imports(child, here, inside)
+
+
+def module_of(rest: list[str]) -> str:
+    """Return which module of ours a dotted name, without the package, is or is in."""
+    return ".".join(rest[:2]) if rest[:1] == ["engine"] else "".join(rest[:1])
 
 
 def complaint(module: str, name: str, in_function: bool) -> str | None:
     """Say what is wrong with `module` importing `name`, if anything is."""
     package, *rest = name.split(".")
     if package == PACKAGE:
-        own = rest[0] if rest else ""
+        own = module_of(rest)
         if in_function and own in DOWN_IN_FUNCTIONS.get(module, ()):
             return None
-        if own in ABOVE and own not in ABOVE[module]:
-            return f"imports {PACKAGE}.{own}, which does not stand above it"
+        if own in BELOW and own not in BELOW[module]:
+            return f"imports {PACKAGE}.{own}, which does not stand below it"
     elif module == "command" and package not in sys.stdlib_module_names:
         return f"imports {package}: only the standard library, so that help comes at once"
     elif module in CORE and package not in (IN_FUNCTIONS if in_function else ON_IMPORT):
-        return f"imports {package}: down to `report`, only torch and the standard library"
+        return f"imports {package}: up to `optimizer`, only torch and the standard library"
     elif package == STANDS_BESIDE.get(module):
         return f"imports {package}: the trainers stand side by side"
     return None
@@ -83,16 +100,19 @@ def complaint(module: str, name: str, in_function: bool) -> str | None:
 
 def check(path: Path) -> list[str]:
     """List what is wrong with the imports of the module at `path`."""
-    if path.stem not in ABOVE:
-        return [f"{path.name}: has no layer; give it one in tools/check_layers.py"]
-    found = imports(ast.parse(path.read_text(encoding="utf-8")))
-    said = [(line, complaint(path.stem, name, inside)) for line, name, inside in found]
-    return [f"{path.name}:{line}: {text}" for line, text in dict.fromkeys(said) if text]
+    parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+    module, shown = ".".join(parts), "/".join(parts) + ".py"
+    if module not in BELOW:
+        return [f"{shown}: has no floor; give it one in tools/check_layers.py"]
+    here = f"{PACKAGE}.{module}"
+    found = imports(ast.parse(path.read_text(encoding="utf-8")), here)
+    said = [(line, complaint(module, name, inside)) for line, name, inside in found]
+    return [f"{shown}:{line}: {text}" for line, text in dict.fromkeys(said) if text]
 
 
 def main() -> int:
     """Check the whole package."""
-    modules = sorted(p for p in (ROOT / PACKAGE).glob("*.py") if not p.stem.startswith("_"))
+    modules = sorted(p for p in (ROOT / PACKAGE).rglob("*.py") if not p.stem.startswith("_"))
     found = [text for path in modules for text in check(path)]
     print("\n".join(found) if found else f"layers: {len(modules)} modules, all in order")
     return 1 if found else 0
