@@ -1,5 +1,6 @@
 """The edges of `LossScaler`: fused optimizers, closures, scales set by hand, odd settings."""
 
+import copy
 import math
 
 import pytest
@@ -151,3 +152,41 @@ def test_settings(settings):
 def test_interval_message():
     with pytest.raises(ValueError, match="number of steps"):
         LossScaler("cpu", growth_interval=0)
+
+
+def test_a_sparse_gradient_whose_sum_overflows_is_skipped():
+    """Each of its values is finite; the weight would get their sum."""
+    scaler = LossScaler("cpu", 1.0)
+    w, opt = make_opt()
+    scaler.scale(torch.zeros(()))
+    w.grad = torch.sparse_coo_tensor([[1, 1]], [3e38, 3e38], (2,))
+    assert scaler.step(opt) is False
+    assert w.isfinite().all()
+
+
+@pytest.mark.parametrize("saved, bounded", [(2.0**20, 2.0**10), (1.0, 2.0**4)])
+def test_a_loaded_scale_is_brought_within_the_bounds(saved, bounded):
+    scaler = LossScaler("cpu", 2.0**8, min_scale=2.0**4, max_scale=2.0**10)
+    scaler.load_state_dict(LossScaler("cpu", saved).state_dict())
+    assert scaler.get_scale() == float(scaler.scale(torch.ones(()))) == bounded
+
+
+def test_what_lbfgs_has_learnt_in_a_step_that_overflows_is_forgotten():
+    """Its history is in lists that it appends to, so that a copy of the state alone shares them."""
+    scaler = LossScaler("cpu", 2.0**4)
+    w = nn.Parameter(torch.tensor([3.0, -2.0]))
+    opt = torch.optim.LBFGS([w], lr=0.1, max_iter=3)
+    factors = iter([1.0] * 5 + [math.inf])
+
+    def closure():
+        opt.zero_grad()
+        loss = (w**4).sum()
+        scaler.scale(loss * next(factors)).backward()
+        return loss
+
+    scaler.step(opt, closure)
+    scaler.update()
+    before = copy.deepcopy(opt.state[w])
+    assert scaler.step(opt, closure) is False
+    assert len(opt.state[w]["old_dirs"]) == len(before["old_dirs"])
+    assert opt.state[w]["n_iter"] == before["n_iter"]
