@@ -688,6 +688,48 @@ def _states(opt):
     return [states[i] for i in sorted(states)]
 
 
+# gradients that others have put there
+
+
+@FLAT
+def test_2_05_zeroing_clears_what_no_step_has_seen(flat):
+    model, opt, scaler = with_norms(flat=flat)
+    step(model, opt, scaler)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.zero_grad(set_to_none=False)
+    assert not any(p.grad.any() for p in model.parameters())
+
+
+def test_2_05_a_gradient_whose_memory_was_exchanged_is_stepped():
+    ends = []
+    for flat in (False, True):
+        model, opt, _ = with_norms(flat=flat)
+        for seed in range(3):
+            opt.zero_grad(set_to_none=False)
+            loss_of(model, *batch(seed)).backward()
+            opt.param_groups  # noqa: B018, the gradients are the masters'
+            for p in model.parameters():
+                p.grad.data = p.grad.data * 2
+            opt.step()
+        ends.append(full(model))
+    assert_same(*ends)
+
+
+@FLAT
+def test_2_05_gradients_of_before_the_masters_are_added_to(flat):
+    model, mixed = norm_net(), MixedStep(torch.float16, flat, LossScaler("cpu", 2.0**10))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0**-3)
+    mixed.attach(model)
+    mixed.hold(SGD(model.parameters(), lr=0.1))
+    loss = sum((p * 2.0**-4).sum() for p in model.parameters())
+    mixed.scale(loss.float()).backward()
+    assert mixed.unscale()
+    for p in model.parameters():
+        assert_same(p.grad, torch.full_like(p.grad, 2.0**-3 + 2.0**-4))
+
+
 # 3.5: models are freed
 
 

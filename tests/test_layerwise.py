@@ -937,6 +937,23 @@ def test_automatic_scales_of_an_ordinary_net_leave_its_gradients_alone():
     assert len({i.scaling_factor for i in scaler.get_layer_info()}) > 1
 
 
+def test_each_step_of_the_search_looks_at_its_own_gradients():
+    """A first loss that is far larger than the next ones leaves no trace in the scales."""
+    found = []
+    for losses in ([1.0], [2.0**12, 1.0]):
+        net, (x, y) = tiny_net(), tiny_batch()
+        scaler = LayerwiseGradientScaler(net, auto=True, auto_steps=len(losses))
+        opt = SGD(net.parameters(), lr=0.0)
+        for factor in losses:
+            scaler.scale()
+            opt.zero_grad()
+            (factor * F.cross_entropy(net(x), y)).backward()
+            scaler.unscale()
+            scaler.step(opt)
+        found.append(scaler.layer_scales)
+    assert found[0] == found[1]
+
+
 counts = st.dictionaries(st.integers(-149, 127), st.integers(1, 10**6), min_size=1)
 dtypes = st.sampled_from([torch.float16, torch.bfloat16])
 

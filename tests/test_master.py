@@ -290,6 +290,31 @@ def test_tied_weights_have_one_master():
     assert_same(model[0].weight.data, torch.ones(2, 2) + 2.0**-20)
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_a_file_holds_tied_weights_once(flat):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model.append(nn.Linear(64, 1))
+    model[1].weight = model[0].weight
+    inside.MasterParams(model, flat=flat)
+    if flat:
+        inside.lay_out(inside.masters_of_model(model), [list(model.parameters())])
+    torch.save(model.state_dict(), file := io.BytesIO())
+    assert 64 * 64 * 4 < len(file.getvalue()) < 1.5 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("cast", [nn.Module.float, nn.Module.bfloat16], ids=["float", "bfloat16"])
+def test_what_is_written_into_a_buffer_outlives_a_cast_from_outside(cast):
+    model = linear_model([1.0])
+    model.register_buffer("means", torch.ones(2))
+    masters = inside.MasterParams(model)
+    model.means[0] = 3.0
+    inside.sync_from_model(masters)
+    cast(model)
+    inside.sync_from_model(masters)
+    assert model.means.tolist() == [3.0, 1.0] and model.means.dtype == torch.float16
+    assert masters.restore().means.tolist() == [3.0, 1.0]
+
+
 def test_what_was_loaded_may_be_changed_afterwards():
     model = linear_model([1.0])
     model.register_buffer("means", torch.ones(1))
