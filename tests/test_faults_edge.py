@@ -264,6 +264,16 @@ def test_3_01_it_can_be_bound_anew_as_accelerate_does():
     assert_same(model(X), expected)
 
 
+def test_3_01_bound_to_a_copy_it_computes_with_the_copy():
+    model, _ = half(seeded(Plain))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    other.forward = MethodType(model.forward.__func__, other)
+    assert not other(X).any() and model(X).any()
+
+
 @both
 @pytest.mark.parametrize("make", [Plain, Positions])
 def test_3_01_export_and_trace(make, dtype):

@@ -688,6 +688,57 @@ def _states(opt):
     return [states[i] for i in sorted(states)]
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_2_05_a_pass_whose_gradients_were_cleared_is_no_part_of_a_skipped_step(set_to_none):
+    """Its graph may live on: the loss is kept to be printed."""
+    model, opt, scaler = with_norms()
+    losses = [scaler.scale(loss_of(model, *batch(0)))]
+    losses[0].backward()
+    opt.zero_grad(set_to_none)
+    before = buffers(model)
+    losses.append(scaler.scale(loss_of(model, *batch(1, math.inf))))
+    losses[1].backward()
+    assert scaler.step(opt) is False
+    assert_same(buffers(model), before)
+
+
+def test_2_05_a_pass_that_has_raised_holds_no_later_one():
+    model, opt, scaler = with_norms()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 9))
+    model(batch(0)[0])  # seen, and not trained on
+    before = buffers(model)
+    scaler.scale(loss_of(model, *batch(1, math.inf))).backward()
+    assert scaler.step(opt) is False
+    assert_same(buffers(model), before)
+
+
+@FLAT
+def test_4_a_state_outlives_an_iteration_that_has_no_gradient_for_it(flat):
+    ends = []
+    for is_mixed in (True, False):
+        parts = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+        for p in parts.parameters():
+            nn.init.constant_(p, 0.5)
+        opt, mixed = AdamW(parts.parameters(), lr=0.1), MixedStep(torch.float32, flat)
+        if is_mixed:
+            mixed.attach(parts)
+            opt = mixed.hold(opt)
+        for used in ([0, 1], [0], [0, 1]):
+            opt.zero_grad(set_to_none=True)
+            loss = sum(parts[i](torch.ones(1, 3)).square().sum() for i in used)
+            if is_mixed:
+                mixed.scale(loss).backward()
+                assert mixed.unscale()
+                mixed.step()
+                mixed.update()
+            else:
+                loss.backward()
+                opt.step()
+        ends.append({"weights": parts.state_dict(), "opt": opt.state_dict()["state"]})
+    assert_same(*ends)
+
+
 # gradients that others have put there
 
 

@@ -471,6 +471,23 @@ def test_an_update_that_looks_at_the_whole_is_refused_before_anything_changes():
         inside.record(Normed([p]).step, [[p, p.grad]])
 
 
+class Noisy(optim.SGD):
+    """Adds noise, whose numbers come from nothing that a stand-in has."""
+
+    @torch.no_grad()
+    def step(self):
+        """Move by the gradient and by as many random numbers."""
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad).add_(torch.randn(p.shape))
+
+
+def test_an_update_with_numbers_from_elsewhere_is_refused():
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(inside.NotElementwise, match="add_"):
+        inside.record(Noisy([p]).step, [[p, p.grad]])
+
+
 class Keeping(optim.SGD):
     """Keeps the last gradient in a state of that name."""
 
