@@ -159,7 +159,7 @@ def test_a_sparse_gradient_whose_sum_overflows_is_skipped():
     scaler = LossScaler("cpu", 1.0)
     w, opt = make_opt()
     scaler.scale(torch.zeros(()))
-    w.grad = torch.sparse_coo_tensor([[1, 1]], [3e38, 3e38], (2,))
+    w.grad = torch.sparse_coo_tensor([[1, 1]], [3e38, 3e38], (2,), check_invariants=True)
     assert scaler.step(opt) is False
     assert w.isfinite().all()
 
