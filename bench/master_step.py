@@ -204,7 +204,7 @@ class Ours:
         self.mixed = MixedStep(dtype, flat, scaler, compiled=compiled)
         inside.be_exclusive(self.mixed, flat)
         self.mixed.attach(model.float())
-        self.opt = self.mixed.hold(make(opt, list(model.parameters())))
+        self.opt = self.mixed.wrap_optimizer(make(opt, list(model.parameters())))
         self.params = list(model.parameters())
 
     def before(self) -> None:

@@ -188,7 +188,7 @@ class MixedPrecision(Callback):
         "Have the Learner's optimizer step the masters, and each that it makes from here on."
         vars(self.learn).setdefault("create_opt", self._create_opt)
         if self.learn.opt is not None:
-            self.learn.opt = self.mixed.hold(self.learn.opt)
+            self.learn.opt = self.mixed.wrap_optimizer(self.learn.opt)
 
     def _create_opt(self):
         "Create an optimizer that steps the masters: no state is ever loaded in 16 bits."
@@ -210,7 +210,7 @@ class MixedPrecision(Callback):
         if vars(self.learn).get("create_opt") == self._create_opt:
             del self.learn.create_opt
         if self.mixed.has_opt and self.learn.opt is self.mixed.opt:
-            self.learn.opt = self.mixed.opt.to_model()
+            self.learn.opt = self.mixed.opt.reclaim()
         for m in self.learn.model.modules():  # the model may be inside of another one by now
             hooks = m._forward_pre_hooks
             for k in [k for k, hook in hooks.items() if isinstance(hook, _OneLearner)]:
@@ -259,10 +259,10 @@ class MixedPrecision(Callback):
 
     def before_backward(self):
         "Scale the loss."
-        self.mixed.direct = not self._is_watched()
+        self.mixed.exclusive = not self._is_watched()
         self.mixed.masters.expect_grads()
         self.learn.loss_grad = self.mixed.scale(self.loss_grad)
-        if not self.mixed.direct and self.learn.loss_grad.requires_grad:
+        if not self.mixed.exclusive and self.learn.loss_grad.requires_grad:
             # weak: autograd would never let go of it
             me: Any = weakref.WeakMethod(self._after_this_backward)
             self.learn.loss_grad.register_hook(lambda grad: me()(grad))

@@ -479,7 +479,7 @@ class _Hooks:
         me = threading.get_ident()
         return node.metadata.get(_THREAD, me) != me
 
-    def cover(self, tensors: Iterable[Tensor]) -> None:
+    def trace_loss(self, tensors: Iterable[Tensor]) -> None:
         self._walk(self._trace(), [t.grad_fn for t in tensors], 0, hooked=True)
 
     def _walk(self, trace, nodes, begun, hooked):
@@ -590,7 +590,7 @@ class LayerwiseGradientScaler:
         self._hooks.put_on()
 
     def begin(self) -> None:
-        "Begin an iteration whose forward passes say themselves when they run, by `listening`."
+        "Begin an iteration whose forward passes say themselves when they run, by `active`."
         self._is_scaling, self._is_finite, self._stepped = True, None, []
         self._notice_half()
         self._counts = {}
@@ -612,7 +612,7 @@ class LayerwiseGradientScaler:
             )
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         "Have the hooks on for one forward pass of an iteration: if it breaks off they go as well."
         if self._is_scaling:
             self._hooks.put_on()
@@ -631,7 +631,7 @@ class LayerwiseGradientScaler:
         "The scales of now, by the layers' names."
         return {info.layer_name: info.scaling_factor for info in self._scaled}
 
-    def cover(
+    def trace_loss(
         self,
         loss: Tensor,  # of anything that a forward pass since `scale` has made
     ) -> Tensor:  # the same
@@ -642,7 +642,7 @@ class LayerwiseGradientScaler:
         every loss. Never wrong; costs about as much as the walk after a forward pass.
         """
         if self._is_scaling:
-            self._hooks.cover([loss])
+            self._hooks.trace_loss([loss])
         return loss
 
     def unscale(self) -> bool:  # whether all gradients of parameters are finite

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from .engine.buffers import IterationBuffers, PassHook
 from .engine.copies import check_free, check_initialized
 from .engine.elementwise import check_elementwise
-from .engine.flat import own_storage
+from .engine.flat import as_own_storage
 from .engine.forward import install_forward, remove_forward
 from .engine.gradients import GradTaker, _get_grad
 from .engine.masters import MasterParams, check_has_weights
@@ -146,7 +146,7 @@ class MasterOptimizer(Optimizer):
         # torch writes into these: what later groups have by default stays the optimizer's own
         super().__setstate__(dict(state, defaults=dict(state["optimizer"].defaults)))
         self.masters.come_back()  # a copy of the model alone is in 32 bits
-        self.masters.adopt()  # a copy's gradients have forgotten their dtype
+        self.masters.sync_from_model()  # a copy's gradients have forgotten their dtype
         self._on = OptimizerOnMasters(
             self.optimizer, self.masters, every=True, compiled=self.compiled
         )
@@ -159,11 +159,11 @@ class MasterOptimizer(Optimizer):
         me: Any = weakref.WeakMethod(self._params)
         self._buffers = IterationBuffers(self.masters.model, lambda: me()())
         self._has_scaler = None  # one that reports skips; None: not known before the first step
-        _AfterLoad.add(self.masters, self._buffers.keeper)
+        _AfterLoad.add(self.masters, self._buffers.snapshot)
 
     def __getstate__(self) -> dict:
         """Be copied and pickled with the model, in its form: views of a vector would come apart."""
-        self._on.to_model()
+        self._on.reclaim()
         names = ("optimizer", "masters", "stream", "compiled")
         return {name: vars(self)[name] for name in names}
 
@@ -184,7 +184,7 @@ class MasterOptimizer(Optimizer):
         self._take_grads()
         new = [p for group in groups for p in group["params"]]
         if list(map(id, new)) != [id(p) for ps in self._held_lists() for p in ps]:
-            self._on.to_model()
+            self._on.reclaim()
             if set(new) != set(self._params()):
                 raise MixedPrecisionError(
                     "`param_groups` is set to groups of other parameters: use add_param_group, or "
@@ -205,7 +205,7 @@ class MasterOptimizer(Optimizer):
         self._take_grads()
         held = {p for ps in self._held_lists() for p in ps}
         if not held.issuperset(p for p in state if isinstance(p, Tensor)):
-            self._on.to_model()
+            self._on.reclaim()
         self.optimizer.state = defaultdict(dict, state)
 
     def _held_lists(self):
@@ -238,7 +238,7 @@ class MasterOptimizer(Optimizer):
             return method(*args, **kwargs)
         finally:
             self._is_busy = False
-            self._on.give_back()
+            self._on.master_to_model()
             self._take_grads()  # it may have cleared them
             self._see_masters()
 
@@ -256,7 +256,7 @@ class MasterOptimizer(Optimizer):
         "The names of the parameters whose gradients hold inf or nan. Sync: a number each."
         return self._on.nonfinite_names()
 
-    @torch._disable_dynamo  # its stand-ins for parameters know no `grad_dtype`
+    @torch._disable_dynamo  # its probes for parameters know no `grad_dtype`
     def _take_grads(self):
         "Make the model's gradients the masters'."
         if self.masters.is_restored:
@@ -264,23 +264,23 @@ class MasterOptimizer(Optimizer):
                 "restore() gave the model its masters back: step the optimizer that it returned"
             )
         if not self._is_busy and not self._is_taken():
-            units = self._on.units
-            self._on.adopt_written()
-            self._on.take_grads()
-            if self._on.units is not units:  # of what is held only now, writes are not known yet
-                self._on.adopt_written()
-            if self._seen[0] is not self._on.units:
+            buckets = self._on.buckets
+            self._on.sync_written()
+            self._on.grads_to_master()
+            if self._on.buckets is not buckets:  # what is held only now may be written
+                self._on.sync_written()
+            if self._seen[0] is not self._on.buckets:
                 self._see_masters()
 
     def _is_taken(self):
         "Whether each gradient is its master's, and nobody has written into the model."
         on = self._on
-        if on.units is None or self.masters.flat:
+        if on.buckets is None or self.masters.flat:
             return False
-        grads = [u.master.grad for u in on.units]
+        grads = [u.master.grad for u in on.buckets]
         if not on.is_as_written() or any(map(is_not, map(_get_grad, on._held), grads)):
             return False
-        for u, g in zip(on.units, grads, strict=True):
+        for u, g in zip(on.buckets, grads, strict=True):
             u.shown = g
         return True
 
@@ -321,13 +321,13 @@ class MasterOptimizer(Optimizer):
                 del vars(self.optimizer)[k]
             if "found_inf" in on_device:
                 self._has_scaler = True
-                self._buffers.keeper.take_back(on_device["found_inf"])
+                self._buffers.snapshot.restore(on_device["found_inf"])
             self._see_masters()
         self._end_iteration()  # not after an overflow in the closure: `skip` comes
         return done
 
     def _evaluate(self, closure):
-        self._on.give_back()  # LBFGS and SAM ask for the loss of weights on the way
+        self._on.master_to_model()  # LBFGS and SAM ask for the loss of weights on the way
         self._is_busy = False
         try:
             loss = closure()
@@ -341,21 +341,21 @@ class MasterOptimizer(Optimizer):
         "Undo a batch that has overflowed: running statistics, and what a step has begun."
         self.optimizer._opt_called = True  # for schedules that were made over it
         self._has_scaler = True
-        self.give_back()
-        self._buffers.keeper.take_back()
+        self.master_to_model()
+        self._buffers.snapshot.restore()
         self._end_iteration()
 
     @torch._disable_dynamo
-    def give_back(self) -> None:
+    def master_to_model(self) -> None:
         "Give the masters' weights to the model: to be called by who writes into masters."
         self._take_grads()
-        self._on.give_back()
+        self._on.master_to_model()
         self._see_masters()
 
-    def adopt(self) -> None:
+    def sync_from_model(self) -> None:
         "Take over what was written through `p.data` in place: nothing shows it; all else is seen."
-        self._on.to_model()
-        self.masters.adopt()
+        self._on.reclaim()
+        self.masters.sync_from_model()
 
     def expect_skips(self) -> None:
         "Be told, by a scaler, that steps may be skipped: buffers are saved from now on."
@@ -368,13 +368,13 @@ class MasterOptimizer(Optimizer):
 
     def _see_masters(self):
         "Remember the masters, to see whether somebody else changes them."
-        units = self._on.units or []
-        masters = [u.master for u in units if u.master is not u.params[0]]
-        self._seen = self._on.units, masters, [m._version for m in masters]
+        buckets = self._on.buckets or []
+        masters = [u.master for u in buckets if u.master is not u.params[0]]
+        self._seen = self._on.buckets, masters, [m._version for m in masters]
 
     def _check_masters(self):
         self._take_grads()
-        masters = [u.master for u in self._on.units]
+        masters = [u.master for u in self._on.buckets]
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(held) != len(masters) or any(map(is_not, held, masters)):
             raise MixedPrecisionError(
@@ -383,8 +383,8 @@ class MasterOptimizer(Optimizer):
             )
         if self._seen[2] != [m._version for m in self._seen[1]]:
             raise MixedPrecisionError(
-                "the masters were changed in place, and the model was not told: call give_back() "
-                "after it, or write into the model's parameters instead"
+                "the masters were changed in place, and the model was not told: call "
+                "master_to_model() after it, or write into the model's parameters instead"
             )
 
     # groups and state, by the model's parameters
@@ -394,7 +394,7 @@ class MasterOptimizer(Optimizer):
         param_group: dict,  # with parameters of the model
     ) -> None:
         "Add a group; parameters that are new to the model get masters. Raises: ValueError."
-        self._on.to_model()
+        self._on.reclaim()
         n, model = len(self.optimizer.param_groups), self.masters.model
         self.optimizer.add_param_group(param_group)
         new = dict(named_params(self.optimizer, n))
@@ -410,7 +410,7 @@ class MasterOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         "The optimizer's state per model parameter; the masters, too, where no `model` was given."
-        self._on.to_model()
+        self._on.reclaim()
         self._is_busy = True  # hooks may look, and do not change the form
         try:
             state = self._on.state_dict()
@@ -418,7 +418,7 @@ class MasterOptimizer(Optimizer):
             self._is_busy = False
         if self._is_loose:
             masters = [self.masters.master.get(p, p).detach() for p in self._params()]
-            state["masters"] = list(map(own_storage, masters))
+            state["masters"] = list(map(as_own_storage, masters))
         return state
 
     def load_state_dict(
@@ -430,7 +430,7 @@ class MasterOptimizer(Optimizer):
         masters = state.pop("masters", None) if self._is_loose else None
         if masters is not None and [m.shape for m in masters] != [p.shape for p in params]:
             raise ValueError("the masters in `state_dict` are of another model: the shapes differ")
-        self._on.to_model()
+        self._on.reclaim()
         self._is_busy = True
         try:
             self._on.load_state_dict(state)
@@ -439,7 +439,7 @@ class MasterOptimizer(Optimizer):
         if masters is not None:
             for p, m in zip(params, masters, strict=True):
                 self.masters.master.get(p, p).data.copy_(m)
-            self.masters.give_back()
+            self.masters.master_to_model()
 
     def register_state_dict_pre_hook(self, hook: Callable, prepend: bool = False) -> Any:
         """Have `hook(self)` called before `state_dict`."""
@@ -482,7 +482,7 @@ class MasterOptimizer(Optimizer):
 
     def restore(self) -> Optimizer:  # the one that was given, over the model
         "Give the model its masters back, bit for bit in 32 bits, and let go of it."
-        self._on.release()
+        self._on.detach()
         self._guard.remove()
         self._taker.remove()
         self._buffers.remove()
@@ -510,7 +510,7 @@ class _States(defaultdict):
     def _of_param(self, p):
         "The state of a model's parameter, None if it is none; flat: views."
         on = self.on()
-        for u in on.units or [] if on is not None else []:
+        for u in on.buckets or [] if on is not None else []:
             for i, q in enumerate(u.params):
                 if p is q and p is not u.master:
                     return self[u.master] if not u.is_flat else u.split(self[u.master])[i]
@@ -537,14 +537,14 @@ class _AfterLoad:
         self.keepers = weakref.WeakSet()
 
     @classmethod
-    def add(cls, masters, keeper):
+    def add(cls, masters, snapshot):
         if not isinstance(masters.after_load, cls):
             masters.after_load = cls()
-        masters.after_load.keepers.add(keeper)
+        masters.after_load.keepers.add(snapshot)
 
     def __call__(self):
-        for keeper in self.keepers:
-            keeper.keep_again()
+        for snapshot in self.keepers:
+            snapshot.save_again()
 
     def __reduce__(self):  # a copy's optimizers add themselves
         return _AfterLoad, ()

@@ -259,7 +259,7 @@ class LossScaler(GradScaler):
     def _cover(self, outputs):
         "Have the layers' scales leave no trace in the gradients of `outputs`, whatever they use."
         if isinstance(outputs, torch.Tensor):
-            return self.layers.cover(outputs)
+            return self.layers.trace_loss(outputs)
         covered = map(self._cover, outputs)
         return type(outputs)(covered) if isinstance(outputs, list | tuple) else covered
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from .cast import is_name_in, to_float
 from .engine.autocast import PromoteMixed
-from .engine.buffers import BufferKeeper
+from .engine.buffers import BufferSnapshot
 from .engine.forward import install_forward
 from .engine.masters import MasterParams
 from .formats import MixedPrecisionError
@@ -217,9 +217,9 @@ class MixedBatch:
             self._stack.enter_context(forward)
         if self.is_scaling:
             self.n_backward = self.scaler.n_scaled  # more than 0 where batches are accumulated
-            self.buffers = [BufferKeeper(f.module) for f in self.forwards]
-            for keeper in self.buffers:
-                keeper.keep()
+            self.buffers = [BufferSnapshot(f.module) for f in self.forwards]
+            for snapshot in self.buffers:
+                snapshot.save()
             self._stack.enter_context(_ScaleBackward(self))
             for optimizer in self.optimizers:
                 self._stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -287,8 +287,8 @@ class MixedBatch:
     def _end_step(self, optimizer):
         self.has_stepped = True
         if self.scaler.found_nonfinite(optimizer):
-            for keeper in self.buffers:
-                keeper.take_back()
+            for snapshot in self.buffers:
+                snapshot.restore()
             return False
         return True
 

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .cast import is_castable, to_float
-from .engine.buffers import BufferKeeper
-from .engine.elementwise import _same_random_state, check_elementwise, is_elementwise  # noqa: F401
-from .engine.forward import HalfForward, beyond_range, install_forward, remove_forward  # noqa: F401
+from .engine.buffers import BufferSnapshot
+from .engine.elementwise import check_elementwise, is_elementwise, same_random_state  # noqa: F401
+from .engine.forward import HalfForward, inputs_out_of_range, install_forward, remove_forward  # noqa: F401
 from .engine.masters import MasterParams
 from .engine.optim import OptimizerOnMasters
 from .engine.optim_access import core_of, param_lists
@@ -43,12 +43,12 @@ class Attached:
     "A model under mixed precision, and what belongs to it from `attach` to `detach`."
 
     masters: MasterParams
-    buffers: BufferKeeper  # of the model as it is now: made anew at each `attach`
+    buffers: BufferSnapshot  # of the model as it is now: made anew at each `attach`
     layers: LayerwiseGradientScaler | None = None  # where layers have scales
     forward: HalfForward | None = None  # where the model's own forward pass needs help
     ddp: DistributedDataParallel | None = None  # where it is trained through one
     ddp_hook: RemovableHandle | None = None  # by which that still sends its buffers
-    opt: OptimizerOnMasters | None = None  # from `hold` on
+    opt: OptimizerOnMasters | None = None  # from `wrap_optimizer` on
 
 # %% ../nbs/06_step.ipynb #ed217296
 class MixedStep:
@@ -56,8 +56,8 @@ class MixedStep:
 
     `cast` the batch → forward → `uncast` → loss → `scale` → backward → `unscale` (gradients to the
     masters, unscaled and checked) → `step` (optimizer on the masters, masters to the model) or
-    `skip` → `update`. A trainer's adapter calls `attach` and `hold` before it trains, these verbs
-    for each batch, `detach` at the end.
+    `skip` → `update`. A trainer's adapter calls `attach` and `wrap_optimizer` before it
+    trains, these verbs for each batch, `detach` at the end.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MixedStep:
         self._has_warned = False
         # Flat: nobody looks at gradients between `scale` and the end of `step`, so large vectors'
         # stay in 16 bits where they are, until the step's one pass takes and unscales them.
-        self.compiled, self.direct = check_flag("compiled", compiled, or_none=True), False
+        self.compiled, self.exclusive = check_flag("compiled", compiled, or_none=True), False
         self.on_device = None  # let the device alone decide on a skip; default where it is no CPU
 
     @property
@@ -112,16 +112,16 @@ class MixedStep:
         return self._get_attached().masters
 
     @property
-    def buffers(self) -> BufferKeeper:
+    def buffers(self) -> BufferSnapshot:
         "What a skipped step takes back. Raises: MixedPrecisionError before `attach`."
         return self._get_attached().buffers
 
     @property
     def opt(self) -> OptimizerOnMasters:
-        "The optimizer that steps the masters. Raises: MixedPrecisionError before `hold`."
+        "The optimizer that steps the masters. Raises: MixedPrecisionError before `wrap_optimizer`."
         opt = self._get_attached().opt
         if opt is None:
-            raise MixedPrecisionError("no optimizer steps the masters: call `hold` first")
+            raise MixedPrecisionError("no optimizer steps the masters: call `wrap_optimizer` first")
         return opt
 
     @property
@@ -144,8 +144,8 @@ class MixedStep:
         vars(self).update(state)
         if self._attached is not None and self.masters.is_away:
             self.masters.come_back()
-            self._attached.buffers = BufferKeeper(self.masters.model)
-            self.masters.after_load = self.buffers.keep_again
+            self._attached.buffers = BufferSnapshot(self.masters.model)
+            self.masters.after_load = self.buffers.save_again
 
     def attach(
         self,
@@ -159,15 +159,13 @@ class MixedStep:
             self.detach()
         if self._attached is None:
             layers = self._make_layers(model)
-            masters = MasterParams(
-                model, self.dtype, self.flat_master, keep_fp32=self.keep_fp32
-            )
-            it = self._attached = Attached(masters, BufferKeeper(model), layers)
+            masters = MasterParams(model, self.dtype, self.flat_master, keep_fp32=self.keep_fp32)
+            it = self._attached = Attached(masters, BufferSnapshot(model), layers)
         else:
             it = self._attached
             if it.opt is not None:
-                it.opt.to_model()
-            it.masters.adopt()
+                it.opt.reclaim()
+            it.masters.sync_from_model()
         is_needed = it.layers is not None or self.dtype != torch.float32
         if is_needed and not self._has_forward(called):
             called.forward = it.forward = HalfForward(called, self.native, it.layers, self.dtype)
@@ -175,8 +173,8 @@ class MixedStep:
             it.forward.look_again()
         if ddp is not it.ddp:
             self._share_with(it, ddp)
-        it.buffers = BufferKeeper(model)  # a forward pass may have made new ones
-        it.masters.after_load = it.buffers.keep_again
+        it.buffers = BufferSnapshot(model)  # a forward pass may have made new ones
+        it.masters.after_load = it.buffers.save_again
         self._check_inputs = True
 
     def _make_layers(self, model):
@@ -199,26 +197,26 @@ class MixedStep:
         if ddp is not None:
             it.ddp_hook = stop_averaging(ddp)
             take_from_first(it.masters.master.values(), ddp.process_group)
-            it.masters.give_back()
+            it.masters.master_to_model()
         it.ddp = ddp
 
     def _is_attached_to(self, model):
         floats = {p for p in model.parameters() if is_castable(p)}
         return self.masters.model is model and set(self.masters.master) == floats
 
-    def hold(
+    def wrap_optimizer(
         self,
         opt: Any,  # an optimizer of fastai or torch.optim over the model's parameters
     ) -> OptimizerOnMasters:
         "Make `opt` step the masters. Raises: MixedPrecisionError if it cannot."
         if isinstance(opt, OptimizerOnMasters):
-            opt = opt.to_model()
+            opt = opt.reclaim()
         it = self._get_attached()
         held = it.opt
         if held is None or held.opt is not opt:
             held = self._take_over(it.opt, opt)
         held.layers = it.layers
-        lists = [list(ps) for ps in param_lists(core_of(held.to_model()))]
+        lists = [list(ps) for ps in param_lists(core_of(held.reclaim()))]
         held.move_states()
         it.masters.lay_out(lists, held)
         held.note_weights()
@@ -229,22 +227,22 @@ class MixedStep:
         self,
         make: Callable[[], Any],  # makes an optimizer to look at, which is thrown away
     ) -> None:
-        "Lay the masters out for an optimizer that comes later. Raises: as `hold` of it."
+        "Lay the masters out for an optimizer that comes later. Raises: as `wrap_optimizer` of it."
         it = self._get_attached()
         device = next(iter(it.masters.master)).device
-        with _same_random_state(device):
+        with same_random_state(device):
             opt = make()
         if self.flat_master:
             check_elementwise(opt, device)
         if it.opt is not None:
-            it.opt.to_model()
+            it.opt.reclaim()
         it.masters.lay_out([list(ps) for ps in param_lists(core_of(opt))])
 
     def _take_over(self, before, opt):
         if before is not None:
-            before.to_model()
+            before.reclaim()
         else:
-            self.masters.adopt()  # what was written since `attach`
+            self.masters.sync_from_model()  # what was written since `attach`
         held = OptimizerOnMasters(opt, self.masters, self.scaler, compiled=self.compiled)
         if before is not None:
             held.unscaled = before.unscaled  # the gradients are the same
@@ -261,7 +259,7 @@ class MixedStep:
         if it.opt is not None:
             if self._is_scaled and not it.opt.unscaled:  # called off in between
                 it.opt.rescale(1 / float(self._used_scale))
-            it.opt.release()
+            it.opt.detach()
         if it.forward is not None:
             it.forward.remove()
         it.masters.restore()
@@ -280,7 +278,7 @@ class MixedStep:
     ) -> Any:  # the same: the model's forward pass casts them
         "Look at a batch's inputs, and note what a skipped step has to take back."
         if training and self.scaler.is_enabled():
-            self.buffers.keep()
+            self.buffers.save()
         if training and self.layers is not None and not self.layers.is_scaling:
             self.layers.begin()
         if self.dtype == torch.float32:
@@ -293,7 +291,7 @@ class MixedStep:
     def _check_range(self):
         self._check_inputs = False
         if self.dtype == torch.float16 and not self._has_warned:
-            message = beyond_range(self._inputs, cast_floats(self._inputs, self.dtype))
+            message = inputs_out_of_range(self._inputs, cast_floats(self._inputs, self.dtype))
             if message is not None:
                 notice_once(message)
                 self._has_warned = True
@@ -319,9 +317,9 @@ class MixedStep:
         self.scaler.forget(self.opt.held)
         self.opt.found = None
         self.loss, self._is_scaled = loss, self.scaler.is_enabled()
-        self.opt.let_stay(loss if self._is_direct() else None)
+        self.opt.keep_half_grads(loss if self._is_exclusive() else None)
         if self.layers is not None:
-            self.layers.cover(loss)
+            self.layers.trace_loss(loss)
         scaled: Any = self.scaler.scale(loss)
         return scaled
 
@@ -329,7 +327,7 @@ class MixedStep:
         "Take the gradients to the masters, unscale and check them. Sync: one number, if scaled."
         if self.ddp is not None:
             average_over_ranks(self.masters.model.parameters(), self.ddp.process_group)
-        self.opt.take_grads(self._is_direct())
+        self.opt.grads_to_master(self._is_exclusive())
         if self.layers is not None and self.layers.is_scaling:
             self.layers.unscale()
         if not self._is_scaled:
@@ -345,13 +343,13 @@ class MixedStep:
         return not self.scaler.found_nonfinite(self.opt.held)
 
     def _decides_on_device(self):
-        if len(self.opt.waiting) < len(self.opt.units):
+        if len(self.opt.waiting) < len(self.opt.buckets):
             return False
         on_device = self.opt.waiting[0].master.device.type != "cpu"
         return on_device if self.on_device is None else self.on_device
 
-    def _is_direct(self):
-        return self.direct and self.layers is None and self.ddp is None
+    def _is_exclusive(self):
+        return self.exclusive and self.layers is None and self.ddp is None
 
     def _follow_scale(self):
         "A checkpoint may have brought another scale since the loss was scaled."
@@ -369,26 +367,26 @@ class MixedStep:
     def _end_verdict(self):
         "Take buffers back where the device found an overflow: of this iteration, and of no other."
         if self.opt.found is not None:
-            self.buffers.take_back(self.opt.found)
+            self.buffers.restore(self.opt.found)
             self.opt.found = None
 
     def skip(self) -> None:
         "Undo the batch: buffers get the bits they had before it; nothing else has changed yet."
-        self.buffers.take_back()
+        self.buffers.restore()
         if self._inputs is not None:
             self._check_range()
 
     def cancel(self) -> None:
         "Accept a batch that ends before its backward pass: what it wrote into buffers stays."
         if not self._is_scaled:
-            self.buffers.let_go()
+            self.buffers.discard()
             if self.layers is not None:
                 self.layers.remove()
 
     def update(self) -> None:
         "Let the loss scale follow. Raises: MixedPrecisionError after too many skips in a row."
         self._end_verdict()  # a trainer may have called the optimizer's own step
-        self.buffers.let_go()
+        self.buffers.discard()
         if self.layers is not None and not self.layers.is_scaling:
             self.layers.update()
         self.loss = self._inputs = None

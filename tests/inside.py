@@ -11,10 +11,8 @@ import sys
 import torch
 
 from mixedfp.cast import stays_float
-from mixedfp.engine.flat import FlatGrads as GradBuffer
-from mixedfp.engine.flat import Unit as Bucket
-from mixedfp.engine.forward import HalfForward
-from mixedfp.engine.forward import beyond_range as inputs_out_of_range
+from mixedfp.engine.flat import Bucket, GradBuffer
+from mixedfp.engine.forward import HalfForward, inputs_out_of_range
 from mixedfp.engine.in_float32 import (
     AttentionInFloat32,
     ComputeInFloat32,
@@ -23,8 +21,7 @@ from mixedfp.engine.in_float32 import (
 )
 from mixedfp.engine.masters import MasterParams
 from mixedfp.engine.onepass import OnePass
-from mixedfp.engine.optim import OptimizerOnMasters
-from mixedfp.engine.optim import used_once as single_use_params
+from mixedfp.engine.optim import OptimizerOnMasters, single_use_params
 from mixedfp.engine.program import NotElementwise
 from mixedfp.engine.ranks import average_over_ranks, take_from_first
 from mixedfp.engine.recorder import record
@@ -104,8 +101,8 @@ def n_compiled(opt):
 
 def would_compile(opt):
     """Whether any update of `opt`, whose gradients are there, would be compiled."""
-    opt.to_masters()
-    return any(opt.one_pass._is_compiled(u) for u in opt.units)
+    opt.lend()
+    return any(opt.one_pass._is_compiled(u) for u in opt.buckets)
 
 
 def has_passed(opt):
@@ -123,12 +120,12 @@ def files_of_a_step():
 
 def be_exclusive(mixed, is_exclusive=True):
     """Say whether only the step of `mixed` looks at gradients, so that they may be deferred."""
-    mixed.direct = is_exclusive
+    mixed.exclusive = is_exclusive
 
 
 def is_exclusive(mixed):
     """Whether only the step of `mixed` looks at gradients."""
-    return mixed.direct
+    return mixed.exclusive
 
 
 def decide_on_device(mixed, is_on_device=True):
@@ -138,7 +135,7 @@ def decide_on_device(mixed, is_on_device=True):
 
 def materialize(opt):
     """Make deferred gradients true, as for somebody who looks at them."""
-    opt.take_grads()
+    opt.grads_to_master()
 
 
 def deliver_grad(opt, p):
@@ -164,25 +161,25 @@ def is_on_masters(opt):
 
 def users_optimizer(opt):
     """Return the optimizer that the user made, over the model's parameters, from `learn.opt`."""
-    return opt.to_model()
+    return opt.reclaim()
 
 
 def forbid_snapshots(opt):
     """Let a `MasterOptimizer` fail where it would keep buffers for a skip."""
-    opt._buffers.keeper.keep = None
+    opt._buffers.snapshot.save = None
 
 
 def tensors_held(opt):
     """List what is kept beside model and state: masters, their gradients, memory of the pass."""
     if isinstance(opt, MasterOptimizer):  # its gradients are there when the backward pass ends
-        units = opt._on.units or []
-        return [*(u.master for u in units), *(u.grad for u in units)]
+        buckets = opt._on.buckets or []
+        return [*(u.master for u in buckets), *(u.grad for u in buckets)]
     one_pass = opt.one_pass
     memory = list(one_pass.memory.values()) if one_pass else []
-    chunks = [c for u in opt.units for c in (one_pass.stretches(u) if one_pass else [])]
+    chunks = [c for u in opt.buckets for c in (one_pass.chunks(u) if one_pass else [])]
     memory += [c.own for c in chunks if c.own is not None]
     grads = [g.whole for g in opt.masters.grads.values() if g.is_there]
-    return [*(u.master for u in opt.units), *grads, *memory]
+    return [*(u.master for u in opt.buckets), *grads, *memory]
 
 
 # Masters
@@ -206,7 +203,7 @@ def model_of(mixed):
 
 def stepped_grads(opt):
     """List the gradients that the inner optimizer would step with, one a bucket."""
-    return [u.master.grad for u in opt.units]
+    return [u.master.grad for u in opt.buckets]
 
 
 def have_grad_vectors(mixed):
@@ -216,8 +213,8 @@ def have_grad_vectors(mixed):
 
 def count_syncs(monkeypatch):
     """Return a list that grows whenever all of a model's weights are taken into the masters."""
-    syncs, sync = [], MasterParams.adopt
-    monkeypatch.setattr(MasterParams, "adopt", lambda self: syncs.append(1) or sync(self))
+    syncs, sync = [], MasterParams.sync_from_model
+    monkeypatch.setattr(MasterParams, "sync_from_model", lambda self: syncs.append(1) or sync(self))
     return syncs
 
 
@@ -233,22 +230,22 @@ def lay_out(masters, lists):
 
 def buckets(masters, params, i=0, kind=lambda p: None):
     """Return what an optimizer would step of list `i`; together: what has the same `kind`."""
-    return masters.units(i, params, kind)
+    return masters.buckets(i, params, kind)
 
 
 def grads_to_master(bucket):
     """Make the gradients of the model's parameters those of the bucket's master."""
-    bucket.take_grads()
+    bucket.grads_to_master()
 
 
 def sync_from_model(masters):
     """Take what others have written into the model into the masters."""
-    masters.adopt()
+    masters.sync_from_model()
 
 
 def master_to_model(masters):
     """Write the masters' weights into the model."""
-    masters.give_back()
+    masters.master_to_model()
 
 
 def interrupt_step(masters):

@@ -270,7 +270,7 @@ def random_groups(rng, net, most=3):
 
 @contextmanager
 def vectors_are_large(large: bool, cut: int = 2**18) -> Iterator[None]:
-    """Take vectors of any size for large in the block, and cut them in stretches of `cut`."""
+    """Take vectors of any size for large in the block, and cut them in chunks of `cut`."""
     with pytest.MonkeyPatch.context() as patch:
         if large:
             inside.everything_is_large(patch, chunk=cut)

@@ -394,10 +394,10 @@ class Write(NamedTuple):
                 vector_to_parameters(parameters_to_vector(run.params) / 2, run.params)
             elif self.how == "init":
                 nn.init.uniform_(p, -0.5, 0.5)
-            elif self.how == "adopt":
+            elif self.how == "sync_from_model":
                 p.data.copy_(new)
                 if not run.is_plain:
-                    run.opt.adopt()
+                    run.opt.sync_from_model()
 
 
 class WriteBuffers(NamedTuple):
@@ -559,7 +559,7 @@ def inside(rng):
     ])()  # fmt: skip
 
 
-WRITES = ["copy_", "mul_", "part", "data", "vector", "init", "adopt"]
+WRITES = ["copy_", "mul_", "part", "data", "vector", "init", "sync_from_model"]
 
 
 def between(rng):

@@ -211,7 +211,7 @@ def test_sparse_gradients_with_flat_masters(dtype):
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sparse_gradients_that_only_the_first_batch_shows(dtype, large, monkeypatch):
-    """Before anything is changed, and with a way back; also where a step goes over stretches."""
+    """Before anything is changed, and with a way back; also where a step goes over chunks."""
     inside.large_from(monkeypatch, 1 if large else 2**40)
     inside.chunk_size(monkeypatch, 8)
     learn = words_learner(functional=True).to_fp16(dtype=dtype, flat_master=True)

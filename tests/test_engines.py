@@ -159,10 +159,10 @@ class ByHand:
         self.model.train(training)
         if hasattr(self.opt, "train"):
             self.opt.train() if training else self.opt.eval()
-            self.to_model()
+            self.reclaim()
 
     @torch.no_grad()
-    def to_model(self):
+    def reclaim(self):
         """Round the masters."""
         for p, m in zip(self.model.parameters(), self.masters, strict=True):
             p.copy_(m)
@@ -177,7 +177,7 @@ class ByHand:
             nn.utils.clip_grad_norm_(self.masters, max_norm)
         self.opt.step()
         self.opt.zero_grad()
-        self.to_model()
+        self.reclaim()
 
     def seen(self):
         """Return the masters by name, and the optimizer's state."""

@@ -756,7 +756,7 @@ def by_hand(rank, is_mixed):
     opt, mixed = torch.optim.SGD(model.parameters(), 0.125), MixedStep(torch.float32)
     if is_mixed:
         mixed.attach(model)
-        opt = mixed.hold(opt)
+        opt = mixed.wrap_optimizer(opt)
     seen = []
     for _ in range(3):
         with model.no_sync():
@@ -802,7 +802,7 @@ def joint_batch(rank, dtype, layout):
             model = DistributedDataParallel(model)
         mixed = MixedStep(dtype, flat_master=layout == "flat")
         mixed.attach(model)
-        opt = mixed.hold(torch.optim.SGD(model.parameters(), 0.5))
+        opt = mixed.wrap_optimizer(torch.optim.SGD(model.parameters(), 0.5))
         for _ in range(3):
             x = torch.randn(16, 6, generator=rng)
             y = x[:, :2] - x[:, 2:4]

@@ -319,7 +319,7 @@ def test_1_03_a_model_on_the_cpu_of_a_machine_with_an_accelerator():
     before = model.bias.detach().clone()
     mixed = MixedStep()
     mixed.attach(model)
-    held = mixed.hold(opt)
+    held = mixed.wrap_optimizer(opt)
     loss = mixed.uncast(model(mixed.cast(torch.ones(3, 2), training=True))).sum() / 64
     mixed.scale(loss).backward()
     assert mixed.unscale()
@@ -361,7 +361,7 @@ def one_vector():
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
     mixed = MixedStep(torch.float16, flat_master=True, scaler=LossScaler("cpu", init_scale=4.0))
     mixed.attach(model)
-    mixed.hold(opt)
+    mixed.wrap_optimizer(opt)
     inside.be_exclusive(mixed)
     inside.decide_on_device(mixed)
     return mixed, model
@@ -748,7 +748,7 @@ def test_4_one_verb_leads_both_scales_through_a_loop(masters):
                 layers.scale()
             loss = net(x.bfloat16() if masters else x).float().pow(2).sum()
             if not joint:
-                layers.cover(loss)
+                layers.trace_loss(loss)
             scaler.scale(loss * (math.inf if i == 4 else 1)).backward()
             if not joint:
                 layers.unscale()

@@ -723,7 +723,7 @@ def test_4_a_state_outlives_an_iteration_that_has_no_gradient_for_it(flat):
         opt, mixed = AdamW(parts.parameters(), lr=0.1), MixedStep(torch.float32, flat)
         if is_mixed:
             mixed.attach(parts)
-            opt = mixed.hold(opt)
+            opt = mixed.wrap_optimizer(opt)
         for used in ([0, 1], [0], [0, 1]):
             opt.zero_grad(set_to_none=True)
             loss = sum(parts[i](torch.ones(1, 3)).square().sum() for i in used)
@@ -773,7 +773,7 @@ def test_2_05_gradients_of_before_the_masters_are_added_to(flat):
     for p in model.parameters():
         p.grad = torch.full_like(p, 2.0**-3)
     mixed.attach(model)
-    mixed.hold(SGD(model.parameters(), lr=0.1))
+    mixed.wrap_optimizer(SGD(model.parameters(), lr=0.1))
     loss = sum((p * 2.0**-4).sum() for p in model.parameters())
     mixed.scale(loss.float()).backward()
     assert mixed.unscale()
@@ -790,7 +790,7 @@ def use(kind, flat, dtype):
         model = norm_net()
         step = MixedStep(dtype, flat)
         step.attach(model)
-        step.hold(AdamW(model.parameters()))
+        step.wrap_optimizer(AdamW(model.parameters()))
         x, y = batch()
         loss = cross_entropy(step.uncast(model(step.cast(x, training=True))), y)
         step.scale(loss).backward()
@@ -911,7 +911,7 @@ def test_1_04_casts_from_outside_are_undone_and_lose_nothing(cast, flat):
         step(m, o, LossScaler("cpu", enabled=False))
         if m is model:
             getattr(m, cast)()
-            opt.adopt()
+            opt.sync_from_model()
         step(m, o, LossScaler("cpu", enabled=False))
     assert model[0].weight.dtype == torch.bfloat16
     weights = {k: v for k, v in full(model).items() if "running" not in k and "num" not in k}

@@ -76,7 +76,7 @@ def train(mixed, make, n_steps=5, model=None):
     """Train a model for some steps; return it and its optimizer."""
     model = net() if model is None else model
     mixed.attach(model)
-    opt = mixed.hold(make(list(model.parameters())))
+    opt = mixed.wrap_optimizer(make(list(model.parameters())))
     for i in range(n_steps):
         batch(mixed, model, i)
     return model, opt
@@ -167,7 +167,7 @@ def test_2_01_one_graph_whatever_the_rates(small_is_large):
 
     mixed, model = mixed_step(compiled=True, scale=4.0), net()
     mixed.attach(model)
-    opt = mixed.hold(optim.AdamW(model.parameters(), lr=0.01))
+    opt = mixed.wrap_optimizer(optim.AdamW(model.parameters(), lr=0.01))
     seen = []
     for i in range(12):
         opt.param_groups[0]["lr"] = 0.01 / (i + 1)
@@ -192,7 +192,7 @@ model = nn.Linear(9, 9, bias=False)
 mixed = MixedStep(torch.bfloat16, flat_master=True, compiled=True)
 inside.be_exclusive(mixed)
 mixed.attach(model)
-opt = mixed.hold(torch.optim.SGD(model.parameters(), lr=0.1))
+opt = mixed.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 for _ in range(2):
     mixed.scale(model.weight.float().sum()).backward()
     mixed.unscale()
@@ -531,7 +531,7 @@ def test_2_03_counts_of_a_skipped_step_are_taken_back(small_is_large):
         mixed, model = mixed_step(torch.float16, scale=4.0), net()
         inside.decide_on_device(mixed, on_device)
         mixed.attach(model)
-        opt = mixed.hold(Counting(model.parameters()))
+        opt = mixed.wrap_optimizer(Counting(model.parameters()))
         for i in range(6):
             batch(mixed, model, i, factor=torch.inf if i in (0, 3) else 1.0)
         return mixed.scaler.skipped, ends(model, opt), opt.opt.param_groups[0]["count"]
@@ -617,7 +617,7 @@ def test_3_06_gradients_after_an_interrupt_are_the_true_ones(small_is_large):
     """Those that were to wait are unscaled; those that came in their place are left alone."""
     mixed, model = mixed_step(torch.float16, scale=512.0), net()
     mixed.attach(model)
-    opt = mixed.hold(optim.SGD(model.parameters(), lr=0.1))
+    opt = mixed.wrap_optimizer(optim.SGD(model.parameters(), lr=0.1))
     batch(mixed, model, 0)
 
     def interrupt():
@@ -658,7 +658,7 @@ def test_3_07_layers_in_turn_take_no_pass_over_the_weights(flat, large, monkeypa
 
     mixed, model = mixed_step(flat=flat), Turns()
     mixed.attach(model)
-    mixed.hold(optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    mixed.wrap_optimizer(optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     syncs.clear()
     for i in range(20):
         batch(mixed, model, i)
@@ -718,7 +718,7 @@ def test_5_a_state_dict_from_a_step_hook_holds_the_new_weights(flat):
     """The model has not been given them yet: nothing there is taken for somebody's write."""
     mixed, model = mixed_step(flat=flat), net()
     mixed.attach(model)
-    opt = mixed.hold(optim.SGD(model.parameters(), lr=0.5))
+    opt = mixed.wrap_optimizer(optim.SGD(model.parameters(), lr=0.5))
     files = []
     opt.opt.register_step_post_hook(lambda *_: files.append(copy.deepcopy(model.state_dict())))
     for i in range(3):
@@ -732,7 +732,7 @@ def test_5_schedules_know_that_large_vectors_were_stepped(small_is_large):
     mixed.attach(model)
     own = optim.SGD(model.parameters(), lr=0.1)
     schedule = optim.lr_scheduler.LambdaLR(own, lambda i: 1 / (i + 1))
-    mixed.hold(own)
+    mixed.wrap_optimizer(own)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for i in range(3):

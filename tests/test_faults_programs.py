@@ -391,7 +391,7 @@ def test_a_parameter_without_elements_before_a_large_one(monkeypatch):
         inside.be_exclusive(mixed, flat)
         mixed.attach(model)
         opt = torch.optim.SGD(list(model.parameters()), lr=0.1, momentum=0.9)
-        opt = mixed.hold(opt)
+        opt = mixed.wrap_optimizer(opt)
         for _ in range(2):
             mixed.scale(model(mixed.cast(torch.arange(10.0), training=True))).backward()
             assert mixed.unscale()

@@ -224,9 +224,9 @@ def test_1_08_what_belongs_to_a_model_is_there_or_says_why_not():
     model = nn.Linear(2, 2)
     mixed.attach(model)
     assert mixed.is_attached and not mixed.has_opt and model_of(mixed) is model
-    with pytest.raises(MixedPrecisionError, match="call `hold` first"):
+    with pytest.raises(MixedPrecisionError, match="call `wrap_optimizer` first"):
         mixed.step()
-    mixed.hold(torch.optim.SGD(model.parameters(), lr=0.1))
+    mixed.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     assert mixed.has_opt
     mixed.detach()
     assert not mixed.is_attached and model.weight.dtype == torch.float32

@@ -510,11 +510,11 @@ def test_a_loss_on_what_a_model_stored_is_covered():
         scaler.scale()
         loss = total(model(x)) + total(model.kept)
         for _ in range(covers):
-            assert scaler.cover(loss) is loss
+            assert scaler.trace_loss(loss) is loss
         loss.backward()
         scaler.unscale()
         assert_same({name: p.grad for name, p in model.named_parameters()}, plain)
-    assert scaler.cover(loss) is loss  # out of order it does nothing
+    assert scaler.trace_loss(loss) is loss  # out of order it does nothing
 
 
 def test_penalties_accumulation_and_two_backward_passes():

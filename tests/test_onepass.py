@@ -59,12 +59,12 @@ OPTIMIZERS = {
 
 @pytest.fixture
 def small_is_large(monkeypatch):
-    """Have vectors of any size stepped in one pass, in stretches of some hundred elements."""
+    """Have vectors of any size stepped in one pass, in chunks of some hundred elements."""
     inside.everything_is_large(monkeypatch, chunk=700)
 
 
 def net():
-    """Make a small model with norms, biases and weights larger than a stretch."""
+    """Make a small model with norms, biases and weights larger than a chunk."""
     torch.manual_seed(0)
     layers = [nn.Linear(12, 70), nn.BatchNorm1d(70), nn.ReLU(), nn.Linear(70, 40)]
     return nn.Sequential(*layers, nn.ReLU(), nn.Linear(40, 2))
@@ -74,7 +74,7 @@ def train(mixed, make, n_steps=5, before_step=None, losses=(), model=None):
     """Train with the verbs of `mixed`; return the model, the optimizer and what they hold."""
     model = net() if model is None else model
     mixed.attach(model)
-    opt = mixed.hold(make(list(model.parameters())))
+    opt = mixed.wrap_optimizer(make(list(model.parameters())))
     rng = torch.Generator().manual_seed(1)
     for i in range(n_steps):
         x = torch.randn(16, 12, generator=rng)
@@ -99,11 +99,11 @@ def ends(model, opt):
     return {"model": dict(model.state_dict()), "opt": opt.state_dict()["state"]}
 
 
-def mixed_step(dtype, direct=True, compiled=False):
+def mixed_step(dtype, exclusive=True, compiled=False):
     """Make a step over flat masters, from a scale that overflows at first."""
     scaler = LossScaler(init_scale=2.0**18, max_scale=2.0**24, enabled=dtype == torch.float16)
     mixed = MixedStep(dtype, flat_master=True, scaler=scaler, compiled=compiled)
-    inside.be_exclusive(mixed, direct)
+    inside.be_exclusive(mixed, exclusive)
     return mixed
 
 
@@ -127,18 +127,20 @@ def can_be_recorded(make):
 MAYBE_RECORDED = {"Rprop", "ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam"}
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
+@pytest.mark.parametrize("exclusive", [False, True], ids=["taken", "exclusive"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_stretches_give_the_optimizers_own_bits(name, dtype, direct, small_is_large, monkeypatch):
-    """Stretch by stretch, unscaled on the way, or the whole vectors by the optimizer itself."""
-    one = train(mixed_step(DTYPES[dtype], direct), OPTIMIZERS[name])
+def test_chunks_give_the_optimizers_own_bits(
+    name, dtype, exclusive, small_is_large, monkeypatch
+):
+    """Chunk by chunk, unscaled on the way, or the whole vectors by the optimizer itself."""
+    one = train(mixed_step(DTYPES[dtype], exclusive), OPTIMIZERS[name])
     if name not in MAYBE_RECORDED or can_be_recorded(OPTIMIZERS[name]):
         assert one[1].update_paths().keys() == {"in chunks"}
     else:
         assert one[1].update_paths().keys() == {"by the optimizer"}
     inside.nothing_is_large(monkeypatch)
-    whole = train(mixed_step(DTYPES[dtype], direct=False), OPTIMIZERS[name])
+    whole = train(mixed_step(DTYPES[dtype], exclusive=False), OPTIMIZERS[name])
     assert whole[1].update_paths().keys() == {"by the optimizer"}
     assert_same(ends(*one), ends(*whole))
 
@@ -223,7 +225,7 @@ def test_a_sum_of_gradients_is_taken_in_32_bits(small_is_large):
 
     one = train(mixed_step(torch.bfloat16), OPTIMIZERS["SGD"], 3, look, model=Twice())
     assert dtypes[-1] == 2 * [torch.float32] + 2 * [torch.bfloat16]
-    other = train(mixed_step(torch.bfloat16, direct=False), OPTIMIZERS["SGD"], 3, model=Twice())
+    other = train(mixed_step(torch.bfloat16, exclusive=False), OPTIMIZERS["SGD"], 3, model=Twice())
     assert_same(ends(*one), ends(*other))
 
 
@@ -238,7 +240,7 @@ def test_single_use_params():
 
 
 @pytest.mark.parametrize(
-    "cb, direct",
+    "cb, exclusive",
     [
         (None, True),
         (CSVLogger, True),
@@ -248,14 +250,14 @@ def test_single_use_params():
         (partial(Do, "before_step", lambda learn: None), False),
     ],
 )
-def test_gradients_wait_only_where_no_callback_may_look(cb, direct, small_is_large, tmp_path):
+def test_gradients_wait_only_where_no_callback_may_look(cb, exclusive, small_is_large, tmp_path):
     """With a callback on the way they are 32-bit and unscaled in `before_step`, as ever."""
     learn = make_learner()
     learn.path = tmp_path
     learn.to_fp16(flat_master=True)
     with learn.no_bar(), learn.no_logging():
         learn.fit(1, 0.01, cbs=[] if cb is None else [cb()])
-    assert inside.is_exclusive(learn.mp_cb.mixed) == direct
+    assert inside.is_exclusive(learn.mp_cb.mixed) == exclusive
     assert inside.has_passed(learn.mp_cb.mixed.opt)
 
 
@@ -306,11 +308,11 @@ def test_asking_in_between_changes_no_bit(small_is_large):
 def test_micro_batches_add_up_in_32_bits(make, dtype, small_is_large):
     """Sixteen backward passes of a step are as exact with gradients that come in 16 bits."""
 
-    def grads(direct):
-        mixed = mixed_step(HALVES[dtype], direct)
+    def grads(exclusive):
+        mixed = mixed_step(HALVES[dtype], exclusive)
         model = net()
         mixed.attach(model)
-        opt = mixed.hold(make(list(model.parameters())))
+        opt = mixed.wrap_optimizer(make(list(model.parameters())))
         mixed.scaler = LossScaler(init_scale=256.0, enabled=dtype == "fp16")
         rng = torch.Generator().manual_seed(1)
         for n in (1, 16):
@@ -327,7 +329,7 @@ def test_micro_batches_add_up_in_32_bits(make, dtype, small_is_large):
             opt.zero_grad()
         return found
 
-    assert_same(grads(direct=True), grads(direct=False))
+    assert_same(grads(exclusive=True), grads(exclusive=False))
 
 
 def test_a_parameter_without_a_gradient_is_stepped_as_by_fastai(small_is_large):
@@ -343,7 +345,7 @@ def test_a_parameter_without_a_gradient_is_stepped_as_by_fastai(small_is_large):
             self.n += 1
             return self.a(x) if self.n % 2 == 0 else self.a(x) + self.b(x)
 
-    ways = [mixed_step(torch.bfloat16, direct) for direct in (True, False)]
+    ways = [mixed_step(torch.bfloat16, exclusive) for exclusive in (True, False)]
     one, other = (train(way, OPTIMIZERS["fastai SGD"], model=Sometimes()) for way in ways)
     assert_same(ends(*one), ends(*other))
     assert one[0].b.weight.grad.dtype == torch.float32  # true for who looks after the fit
@@ -360,15 +362,15 @@ def test_weights_written_into_the_model_are_taken_over(small_is_large):
     make = OPTIMIZERS["fastai SGD, no momentum"]
     written = train(mixed_step(torch.bfloat16), make, 3, before_step=write)
     assert (written[0].state_dict()["0.weight"] - 0.5).abs().max() < 0.25
-    twin = train(mixed_step(torch.bfloat16, direct=False), make, 3, before_step=write)
+    twin = train(mixed_step(torch.bfloat16, exclusive=False), make, 3, before_step=write)
     assert_same(ends(*written), ends(*twin))
 
 
 @pytest.mark.parametrize("how", ["in place", "another tensor"])
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-@pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
+@pytest.mark.parametrize("exclusive", [False, True], ids=["taken", "exclusive"])
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-def test_written_weights_are_taken_over_once(how, large, direct, flat, monkeypatch):
+def test_written_weights_are_taken_over_once(how, large, exclusive, flat, monkeypatch):
     """Every write, with nothing to pay for it in the steps that follow."""
     inside.large_from(monkeypatch, 1 if large else 2**40)
     syncs = inside.count_syncs(monkeypatch)
@@ -385,7 +387,7 @@ def test_written_weights_are_taken_over_once(how, large, direct, flat, monkeypat
 
     counts, weights = [], []
     mixed = MixedStep(torch.bfloat16, flat, compiled=False)
-    inside.be_exclusive(mixed, direct)
+    inside.be_exclusive(mixed, exclusive)
     train(mixed, OPTIMIZERS["fastai SGD, no momentum"], 9, before_step=write)
     after = [now - counts[0] for now in counts]  # the counts before the steps
     assert after == [0, 0, 0, 1, 2, 2, 2, 3, 3]
@@ -393,9 +395,9 @@ def test_written_weights_are_taken_over_once(how, large, direct, flat, monkeypat
         assert ((w - 0.5).abs().max() < 0.25) == (i in (3, 4, 5, 6, 7, 8))
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
+@pytest.mark.parametrize("exclusive", [False, True], ids=["taken", "exclusive"])
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_masters_show_true_gradients_or_none(large, direct, monkeypatch):
+def test_masters_show_true_gradients_or_none(large, exclusive, monkeypatch):
     """Never memory that nothing was written to, or what is left of the last step."""
     inside.large_from(monkeypatch, 1 if large else 2**40)
     seen = []
@@ -408,22 +410,22 @@ def test_masters_show_true_gradients_or_none(large, direct, monkeypatch):
                 joined = torch.cat([p.grad.flatten() for p in params])
                 assert_same(grad.detach().clone(), joined)
 
-    mixed = mixed_step(torch.bfloat16, direct)
+    mixed = mixed_step(torch.bfloat16, exclusive)
     mixed.attach(model := net())
-    opt = mixed.hold(optim.SGD(model.parameters(), lr=0.1))
+    opt = mixed.wrap_optimizer(optim.SGD(model.parameters(), lr=0.1))
     assert [m.grad for _, ms in inside.masters_by_list(opt) for m in ms] == [None, None]
     train(mixed, OPTIMIZERS["SGD"], 3, before_step=look)
     assert len(seen) == 6
-    assert all((grad is None) == (large and direct) for _, grad, _ in seen)
+    assert all((grad is None) == (large and exclusive) for _, grad, _ in seen)
     assert [m.grad for _, ms in inside.masters_by_list(mixed) for m in ms] == [None, None]
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["taken", "direct"])
-def test_gradients_that_wait_need_no_vector(direct, small_is_large):
+@pytest.mark.parametrize("exclusive", [False, True], ids=["taken", "exclusive"])
+def test_gradients_that_wait_need_no_vector(exclusive, small_is_large):
     """Four bytes a parameter less, until somebody wants to see true gradients."""
-    mixed = mixed_step(torch.bfloat16, direct)
+    mixed = mixed_step(torch.bfloat16, exclusive)
     _, opt = train(mixed, OPTIMIZERS["fastai Adam"])
-    assert inside.have_grad_vectors(mixed) == 2 * [not direct]
+    assert inside.have_grad_vectors(mixed) == 2 * [not exclusive]
     inside.materialize(opt)
     assert inside.have_grad_vectors(mixed) == 2 * [True]
 
@@ -431,10 +433,10 @@ def test_gradients_that_wait_need_no_vector(direct, small_is_large):
 def test_gradients_put_there_after_a_step_are_stepped():
     """Nobody looks before `step`; after it the gradients are anybody's again."""
 
-    def moved(direct):
-        mixed, model = mixed_step(torch.bfloat16, direct), net()
+    def moved(exclusive):
+        mixed, model = mixed_step(torch.bfloat16, exclusive), net()
         mixed.attach(model)
-        opt = mixed.hold(SGD(list(model.parameters()), lr=0.5))
+        opt = mixed.wrap_optimizer(SGD(list(model.parameters()), lr=0.5))
         mixed.scale(mixed.uncast(model(mixed.cast(torch.ones(16, 12)))).square().mean()).backward()
         mixed.unscale()
         mixed.step()
@@ -443,14 +445,14 @@ def test_gradients_put_there_after_a_step_are_stepped():
         opt.step()
         return dict(model.state_dict())
 
-    assert_same(moved(direct=True), moved(direct=False))
+    assert_same(moved(exclusive=True), moved(exclusive=False))
 
 
 # what is not element-wise, or looked at by others, goes the readable way
 
 
 class Normed(optim.Optimizer):
-    """Steps by the sign of the mean, which no stretch knows."""
+    """Steps by the sign of the mean, which no chunk knows."""
 
     def __init__(self, params):
         super().__init__(params, dict(lr=0.1))
@@ -538,7 +540,7 @@ def test_vectors_that_are_no_more_are_let_go(small_is_large):
     model[0].requires_grad_(False)
     for p in model[0].parameters():
         p.grad = None
-    mixed.hold(opt)
+    mixed.wrap_optimizer(opt)
     mixed.scale(mixed.uncast(model(mixed.cast(torch.randn(16, 12)))).square().mean()).backward()
     mixed.unscale()
     mixed.step()
@@ -604,7 +606,7 @@ def test_a_model_given_back_in_between_has_32_bit_gradients(small_is_large):
     mixed, model = mixed_step(torch.float16), net()
     mixed.scaler = LossScaler(init_scale=1024.0)
     mixed.attach(model)
-    opt = mixed.hold(OPTIMIZERS["SGD"](list(model.parameters())))
+    opt = mixed.wrap_optimizer(OPTIMIZERS["SGD"](list(model.parameters())))
     mixed.scale(mixed.uncast(model(mixed.cast(torch.randn(16, 12)))).square().mean()).backward()
     waiting = {k: p.grad.clone().float() for k, p in model.named_parameters()}
     assert {p.grad.dtype for p in opt.param_groups[0]["params"]} > {torch.float16}
@@ -702,7 +704,7 @@ def count_a_step(n, dtype, make, on_device=None):
     inside.decide_on_device(mixed, on_device)
     mixed.scaler = LossScaler(init_scale=4.0, enabled=dtype == torch.float16)
     mixed.attach(model)
-    opt = mixed.hold(make(list(model.parameters())))
+    opt = mixed.wrap_optimizer(make(list(model.parameters())))
     for _ in range(3):
         mixed.scale(torch.stack([p.float().sum() for p in model.parameters()]).sum()).backward()
         with Count() as counter:
@@ -749,7 +751,7 @@ def test_the_counter_counts():
         model = Bag(n)
         mixed = MixedStep(torch.bfloat16)
         mixed.attach(model)
-        opt = mixed.hold(SGD(list(model.parameters()), lr=0.1))
+        opt = mixed.wrap_optimizer(SGD(list(model.parameters()), lr=0.1))
         for p in model.parameters():
             p.grad = torch.ones_like(p, dtype=torch.float32)
         with Count() as counter:
@@ -771,7 +773,7 @@ def given_gradients(mixed, make, schedule=None, n_steps=10, device="cpu"):
     """Step on gradients that do not depend on weights, so that roundings do not feed themselves."""
     model = net().to(device)
     mixed.attach(model)
-    opt = mixed.hold(make(list(model.parameters())))
+    opt = mixed.wrap_optimizer(make(list(model.parameters())))
     rng = torch.Generator().manual_seed(1)
     for i in range(n_steps):
         if schedule is not None:
@@ -885,7 +887,7 @@ def test_small_models_are_not_compiled():
     model = nn.Linear(64, 64)
     mixed = mixed_step(torch.bfloat16, compiled=None)
     mixed.attach(model)
-    opt = mixed.hold(SGD(list(model.parameters()), lr=0.1))
+    opt = mixed.wrap_optimizer(SGD(list(model.parameters()), lr=0.1))
     for p in model.parameters():
         p.grad = torch.ones_like(p, dtype=torch.float32)
     assert not inside.would_compile(opt)
@@ -898,7 +900,7 @@ def test_autograd_notices_a_step_in_between(monkeypatch):
     for compiled in (False, True):
         mixed, model = mixed_step(torch.bfloat16, compiled=compiled), net()
         mixed.attach(model)
-        opt = mixed.hold(OPTIMIZERS["SGD"](list(model.parameters())))
+        opt = mixed.wrap_optimizer(OPTIMIZERS["SGD"](list(model.parameters())))
         for _ in range(3):
             out = mixed.uncast(model(mixed.cast(torch.randn(16, 12), training=True)))
             mixed.scale(out.square().mean()).backward(retain_graph=True)

@@ -23,7 +23,7 @@ def train(name, flat, compiled=False, n_steps=12, watch=None, on_device=None):
     inside.be_exclusive(mixed, flat)
     inside.decide_on_device(mixed, on_device)
     mixed.attach(model)
-    opt = mixed.hold(OPTIMIZERS[name](list(model.parameters())))
+    opt = mixed.wrap_optimizer(OPTIMIZERS[name](list(model.parameters())))
     rng = torch.Generator().manual_seed(1)
     for i in range(n_steps):
         x = torch.randn(16, 12, generator=rng).cuda()

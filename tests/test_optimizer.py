@@ -1756,9 +1756,9 @@ def test_masters_changed_in_place_are_noticed(flat):
     loss_of(model, *batches(1)[0]).backward()
     with torch.no_grad():
         masters_of(opt)[0].mul_(2.0)
-    with pytest.raises(MixedPrecisionError, match=r"changed in place.*give_back\(\)"):
+    with pytest.raises(MixedPrecisionError, match=r"changed in place.*master_to_model\(\)"):
         opt.step()
-    opt.give_back()
+    opt.master_to_model()
     doubled = weights(model)["0.weight"]
     assert_same(model[0].weight.detach(), doubled.to(BF16))
     opt.step()

@@ -26,9 +26,9 @@ PUBLIC |= {
 }
 # attributes without an underscore that a user has no business with, some with whose they are
 INNER = frozenset(
-    """come_back direct is_stepping is_there keeper lay_out mixed.buffers mixed.forward
-    mixed.masters move_states on_device one_pass opt.masters take_grads to_masters to_model
-    units""".split()
+    """come_back exclusive is_stepping is_there snapshot lay_out mixed.buffers mixed.forward
+    mixed.masters move_states on_device one_pass opt.masters grads_to_master lend reclaim
+    buckets""".split()
 )
 # private attributes of objects of torch, fastai and Python that tests look at
 THEIRS = frozenset(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WrappedForward', 'BeforeForward', 'HalfForward', 'install_forward', 'remove_forward', 'called_modules',
-           'beyond_range']
+           'inputs_out_of_range']
 
 # %% ../../nbs/engine/08_forward.ipynb #ecc8661a
 import copy
@@ -246,10 +246,10 @@ class HalfForward(WrappedForward):
         "Cast what others have put into the model in another dtype: no pass computes with both."
         masters = masters_of(self.model)
         if masters is not None and not masters.is_in_its_dtypes():
-            masters.adopt()
+            masters.sync_from_model()
 
     def _compute(self, args, kwargs, need=None, find=None):
-        with nullcontext() if self.layers is None else self.layers.listening():
+        with nullcontext() if self.layers is None else self.layers.active():
             if need is None:
                 return self._forward(args, kwargs, find)
             device_type = _device_of(self.model).type
@@ -411,7 +411,7 @@ def called_modules(model):
     return [called for m in model.children() for called in called_modules(m)]
 
 # %% ../../nbs/engine/08_forward.ipynb #750de438
-def beyond_range(
+def inputs_out_of_range(
     before: Any,  # inputs: tensors in any nesting
     after: Any,  # the same, cast
 ) -> str | None:  # what a user should know, None where nothing overflowed

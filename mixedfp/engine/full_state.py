@@ -27,7 +27,7 @@ class UnfinishedLoad:
         self.buffers = [(kept, kept.full) for kept in masters.buffers.values()]
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         "Put everything back."
         for t, kept in self.kept:
             t.copy_(kept)

@@ -70,16 +70,16 @@ class GradTaker:
                 p.grad = g.to(p.dtype)
             return
         if g.device != master.device:  # the model was moved
-            self.masters.adopt()
+            self.masters.sync_from_model()
             g = _get_grad(p)
-        flat_grads = self.masters.grads.get(p)
-        if self.stream and flat_grads is not None and not g.is_sparse:
-            view = flat_grads.views[p]
+        grad_buffer = self.masters.grads.get(p)
+        if self.stream and grad_buffer is not None and not g.is_sparse:
+            view = grad_buffer.views[p]
             if g is not view:
                 p.grad = view.copy_(g.detach())
         elif g.dtype != master.dtype:
             p.grad = g = (g.coalesce() if g.is_sparse else g).to(master.dtype)
-        if flat_grads is None:
+        if grad_buffer is None:
             master.grad = g
 
     def is_sent(self) -> bool:
@@ -98,7 +98,7 @@ class GradTaker:
             self.ddp = weakref.ref(ddp)
             # it has given all ranks the first one's weights, in 16 bits
             take_from_first((m.data for m in self.masters.master.values()), ddp.process_group)
-            self.masters.give_back()
+            self.masters.master_to_model()
         self.sends = ddp.require_backward_grad_sync
 
     def remove(self) -> None:

@@ -28,10 +28,10 @@ from mixedfp.engine.copies import (
 )
 from mixedfp.engine.flat import (
     SPARSE_IN_VECTORS,
-    FlatGrads,
-    Unit,
+    Bucket,
+    GradBuffer,
+    as_own_storage,
     flatten,
-    own_storage,
     split_vector,
 )
 from .full_state import ShowMasters, UnfinishedLoad, loads_strictly, masters_of
@@ -120,7 +120,7 @@ class MasterParams:
         keep_fp32: Any = (),  # what else stays in 32 bits, as in `model2half`
     ):
         self.model, self.dtype, self.flat = model, check_dtype(dtype), flat
-        self.any_grads, self.in_half, self.keep_fp32 = any_grads, set(), keep_fp32
+        self.any_grads, self.half_grad_params, self.keep_fp32 = any_grads, set(), keep_fp32
         self._takes_any = False
         self.is_away, self._left_forwards = False, []  # of a copy, see `Leaving`
         self._check(model)
@@ -256,14 +256,14 @@ class MasterParams:
         "The masters of `model_params`; flat: one vector a list, device and dtype."
         return [ms for _, masters in self.layouts.values() for ms in masters]
 
-    def leave_half(
+    def keep_half_grads(
         self,
         params: list[Parameter],  # of the model
     ) -> None:
         "Leave the gradients of `params`, and of no others, in the dtype that they come in."
         now = set(params)
-        if now != self.in_half:
-            changed, self.in_half = now ^ self.in_half, now
+        if now != self.half_grad_params:
+            changed, self.half_grad_params = now ^ self.half_grad_params, now
             for p in changed & set(self.master):
                 self._restore_dtypes(p)
 
@@ -282,13 +282,13 @@ class MasterParams:
                 self._restore_dtypes(p)
 
     def _grad_dtype(self, p):
-        if self.any_grads or self._takes_any or p in self.in_half:
+        if self.any_grads or self._takes_any or p in self.half_grad_params:
             return None
         return _grad_dtype(self.master[p])
 
     def restore(self) -> nn.Module:  # the model, in 32 bits
         "Give the model its masters back, bit for bit, and let go of it."
-        self.adopt()
+        self.sync_from_model()
         for hook in self._hooks:
             hook.remove()
         for p, master in self.master.items():
@@ -312,10 +312,10 @@ class MasterParams:
             return kept.whole(now)
         return now.float() if now.dtype == self.dtype else now  # it came later, from 16-bit numbers
 
-    def adopt(self) -> None:
+    def sync_from_model(self) -> None:
         "Take over what others did to the model: wrote weights, moved it, copied it."
         if self.is_stepping:  # an exception came between the optimizer and the model
-            self.give_back()
+            self.master_to_model()
         if not all(map(self._is_laid_out, self.grads)):
             for owner in list(self.layouts):
                 self._forget_layout(owner)  # `Module.to` takes gradients along, out of their vector
@@ -342,7 +342,7 @@ class MasterParams:
         To average (`AveragedModel(twin)`), to evaluate or export in 32 bits. What is trained on
         goes into the twin; buffers that the model holds in 16 bits are copied once.
         """
-        self.adopt()
+        self.sync_from_model()
         memo = {id(p): master for p, master in self.master.items()} | {id(self): self}
         for m in self.model.modules():
             memo |= {id(b): b for b in m._buffers.values() if b is not None}
@@ -384,7 +384,7 @@ class MasterParams:
             p.grad = p.grad.to(grad_dtype)
 
     @torch.no_grad()
-    def give_back(self) -> None:
+    def master_to_model(self) -> None:
         "Write every master into its model parameter, rounded to the parameter's dtype."
         for p, master in self.master.items():
             p.copy_(master)
@@ -436,7 +436,7 @@ class MasterParams:
         for _, run in groupby(params, key=self._memory):
             run = list(run)
             vector = Parameter(torch.cat([flatten(self.master[p].detach(), p) for p in run]))
-            self.grads |= dict.fromkeys(run, FlatGrads(vector, run))
+            self.grads |= dict.fromkeys(run, GradBuffer(vector, run))
             for p, weight in zip(run, split_vector(vector.detach(), run), strict=True):
                 self.master[p].data = weight
                 self.master[p].grad = None  # a copy of its own, from before there was a vector
@@ -446,14 +446,14 @@ class MasterParams:
     def _memory(self, p):
         return p.device, self.master[p].dtype
 
-    def units(
+    def buckets(
         self,
         group: int,  # index among the lists given to `lay_out`
         params: list[Parameter],  # that list
-        key: Callable[[Parameter], Any],  # only parameters of equal key share a unit
+        key: Callable[[Parameter], Any],  # only parameters of equal key share a bucket
         owner: Any = None,  # as given to `lay_out`
-        every: bool = False,  # also units of parameters that have no gradient
-    ) -> list[Unit]:
+        every: bool = False,  # also buckets of parameters that have no gradient
+    ) -> list[Bucket]:
         """Cut a group into what is stepped as one tensor: all of `params` that have a gradient.
 
         Flat: runs of parameters that lie one after the other. What has no master (a complex
@@ -461,41 +461,41 @@ class MasterParams:
         """
         params = [p for p in params if every or p.grad is not None]
         if not self.flat:
-            return [Unit([p], self.master.get(p, p)) for p in params]
+            return [Bucket([p], self.master.get(p, p)) for p in params]
         model_params, master_params = self.layouts[owner]
         lists = model_params[2 * group : 2 * group + 2]
         laid_out = {p for ps in lists for p in ps}
-        units = [Unit([p], self.master.get(p, p)) for p in params if p not in laid_out]
+        buckets = [Bucket([p], self.master.get(p, p)) for p in params if p not in laid_out]
         for ps, vectors in zip(lists, master_params[2 * group : 2 * group + 2], strict=True):
             runs = groupby(ps, key=self._memory)
             for vector, (_, run) in zip(vectors, runs, strict=True):
-                units += self._runs(vector, run, key, every)
-        return units
+                buckets += self._runs(vector, run, key, every)
+        return buckets
 
     def _runs(self, vector, params, key, every):
-        params, units, start = list(params), [], 0
-        flat_grads = self.grads[params[0]]
+        params, buckets, start = list(params), [], 0
+        grad_buffer = self.grads[params[0]]
         for (has_grad, _), run in groupby(params, key=lambda p: (p.grad is not None, key(p))):
             run = list(run)
             part = slice(start, start + sum(p.numel() for p in run))
             start = part.stop
             if not has_grad and not every:
-                flat_grads.clear(part)
+                grad_buffer.clear(part)
             elif run[0].ndim == 0:  # a state of no dimension could be its own, or a step count
-                units += [Unit([p], self.master[p]) for p in run]
+                buckets += [Bucket([p], self.master[p]) for p in run]
             else:
                 is_whole = len(run) == len(params)  # a parameter without elements has an empty part
                 master = vector if is_whole else Parameter(vector.detach()[part])
                 weights: list[Tensor] = [self.master[p] for p in run]
-                units.append(Unit(run, master, weights, flat_grads, part))
-        return units
+                buckets.append(Bucket(run, master, weights, grad_buffer, part))
+        return buckets
 
     def _load(self, module, state_dict, prefix, _metadata, _strict, _missing, _unexpected, errors):
         "Take the 32-bit values that `module` is about to round."
         if not prefix:
             self._loading = module
             if not self._fits(module, state_dict):
-                self.adopt()
+                self.sync_from_model()
                 self._unfinished[module] = UnfinishedLoad(self, module, errors)
         for k, p in module._parameters.items():
             new = state_dict.get(prefix + k)
@@ -527,7 +527,7 @@ class MasterParams:
     def _end_load(self, module, incompatible):
         load = self._unfinished.pop(module, None)
         if load is not None and (load.errors or (loads_strictly() and any(incompatible))):
-            load.take_back()
+            load.roll_back()
         if module is self._loading and self.after_load is not None:
             self.after_load()
 
@@ -536,7 +536,7 @@ class MasterParams:
         for k, p in module._parameters.items():
             if p in self.master and prefix + k in state_dict:
                 full = self.master[p].detach()
-                if not self.is_stepping:  # what somebody wrote is true before `adopt`, too
+                if not self.is_stepping:  # what was written is true before it is taken over
                     full = _keep_low_bits(p.detach().to(full.device), full, self.param_dtype[p])
                 state_dict[prefix + k] = self._out_of_vector(p, full, state_dict, prefix + k)
         for k, now in _castable_buffers(module):
@@ -549,7 +549,7 @@ class MasterParams:
         if shown is not None and _place(shown) == _place(full):
             return shown
         self._shown_as[p] = name
-        return own_storage(full)
+        return as_own_storage(full)
 
 # %% ../../nbs/engine/07_masters.ipynb #d97850aa
 def _has_state(module):  # what has none may be shared by models: a default argument's ReLU

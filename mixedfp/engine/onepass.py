@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .flat import Stretch, Unit
+from .flat import Bucket, Chunk
 from .optim_access import ABSENT
-from .program import NotElementwise, Slot, Update
+from .program import NotElementwise, Program, Ref
 from .recorder import is_vector, record
 from ..nested import notice_once
 
 # %% ../../nbs/engine/12_onepass.ipynb #0a47bd24
 # Elements: what fits the cache of a CPU with all an optimizer keeps for them; and where a call of
-# a compiled function no longer counts. A GPU has no such cache: there a stretch is the whole unit.
+# a compiled function no longer counts. A GPU has no such cache: there a chunk is the whole bucket.
 _CUT, _GATHER, _ALONE, _WHOLE = 2**18, 2**20, 2**18, 2**62
 COMPILE_FROM = 2**22  # elements in a vector: below, compiling would take longer than it saves
 
 
 class OnePass:
-    """Steps flat units in one pass over memory each, whatever element-wise optimizer they have.
+    """Steps flat buckets in one pass over memory each, whatever element-wise optimizer they have.
 
-    The optimizer runs on a few numbers that stand in for a unit. What it did to them is done to
-    the whole vector: operation by operation on stretches that fit the cache, bit for bit what the
+    The optimizer runs on a few numbers that stand in for a bucket. What it did to them is done to
+    the whole vector: operation by operation on chunks that fit the cache, bit for bit what the
     optimizer would have done; or, for large vectors, as one compiled function.
     """
 
@@ -44,52 +44,52 @@ class OnePass:
     ):
         self.compiled = compiled
         self.functions, self.memory = {}, {}
-        self.undecided = None  # whether the last step was none, and what it has counted
-        self.gathered = {}  # by stretch, gradients that `extremes` has gathered for `step`
+        self.pending_skip = None  # whether the last step was none, and what it has counted
+        self.gathered = {}  # by chunk, gradients that `min_max` has gathered for `step`
         self.paths = {}  # for each master the way it went last: for who wants to know
         self.compile_seconds = 0.0  # spent on compiling so far
 
     def __getstate__(self) -> dict:
         """Be copied and pickled without what was compiled."""
-        self.take_back()
+        self.undo_counts()
         return vars(self) | dict(functions={}, memory={}, gathered={}, paths={})
 
     @torch.no_grad()
     def step(
         self,
-        groups: list[list[Unit]],  # flat, with gradients; a list for each group of the optimizer
+        groups: list[list[Bucket]],  # flat, with gradients; a list for each group of the optimizer
         try_step: Callable[[list, dict], dict],  # a step of a copy of the optimizer over other
         # lists of parameters and their states; returns the new states
-        state: dict[Tensor, dict],  # of the units' masters; changed
+        state: dict[Tensor, dict],  # of the buckets' masters; changed
         inv_scale: Tensor | None = None,  # (), what gradients are multiplied with that are scaled
         found_inf: Tensor | None = None,  # (), above 0 to change nothing: only the device knows
     ) -> None:
         """Step them, and give their weights to the model.
 
-        What a state holds beside vectors is stepped in any case: `take_back` undoes it.
+        What a state holds beside vectors is stepped in any case: `undo_counts` undoes it.
         Raises: NotElementwise, before any change. Sync: none.
         """
         self.paths = {}  # those of before would keep vectors in memory that are no more
-        units = [u for group in groups for u in group]
-        stand_ins = [self._stand_in(u, state.get(u.master, {})) for u in units]
-        small = {id(u): s[0] for u, s in zip(units, stand_ins, strict=True)}
+        buckets = [u for group in groups for u in group]
+        probes = [self._probe(u, state.get(u.master, {})) for u in buckets]
+        small = {id(u): s[0] for u, s in zip(buckets, probes, strict=True)}
         lists = [[small[id(u)] for u in group] for group in groups]
         held = {
             s[0]: _small_state(state.get(u.master, {}), u, s)
-            for u, s in zip(units, stand_ins, strict=True)
+            for u, s in zip(buckets, probes, strict=True)
         }
         news = {}
-        recorder = record(lambda: news.update(try_step(lists, held)), stand_ins)
+        recorder = record(lambda: news.update(try_step(lists, held)), probes)
         if any(p not in held for p in news):
             raise NotElementwise("it keeps a state that belongs to no parameter")
         plans = [
             self._plan(u, recorder, i, news.get(s[0], {}), state.get(u.master, {}))
-            for i, (u, s) in enumerate(zip(units, stand_ins, strict=True))
+            for i, (u, s) in enumerate(zip(buckets, probes, strict=True))
         ]
         found = None if found_inf is None else found_inf > 0
         if found is not None and any(map(_counts, plans)):
-            self.keep(state, {u.master: dict(state.get(u.master, {})) for u in units}, found)
-        for u, plan in zip(units, plans, strict=True):
+            self.keep(state, {u.master: dict(state.get(u.master, {})) for u in buckets}, found)
+        for u, plan in zip(buckets, plans, strict=True):
             state[u.master] = self._run(u, plan, inv_scale, found)
         self.gathered = {}
 
@@ -99,16 +99,16 @@ class OnePass:
         before: dict,  # what part of it was before the step; `ABSENT`: not there
         found: Tensor,  # (), whether the step was none
     ) -> None:
-        "Remember what `take_back` is to put back where the last step was none."
-        if self.undecided is None:
-            self.undecided = _on_host(found), []
-        self.undecided[1].append((held, before))
+        "Remember what `undo_counts` is to put back where the last step was none."
+        if self.pending_skip is None:
+            self.pending_skip = _on_host(found), []
+        self.pending_skip[1].append((held, before))
 
-    def take_back(self) -> None:
+    def undo_counts(self) -> None:
         "Undo what a step has counted that was none. Sync: waits for the end of that step."
-        undecided, self.undecided = self.undecided, None
-        if undecided is not None:
-            is_found, kept = undecided
+        pending_skip, self.pending_skip = self.pending_skip, None
+        if pending_skip is not None:
+            is_found, kept = pending_skip
             for held, before in kept if is_found() else ():
                 for k, v in before.items():
                     if v is ABSENT:
@@ -117,15 +117,15 @@ class OnePass:
                         held[k] = v
 
     @torch.no_grad()
-    def extremes(
+    def min_max(
         self,
-        units: list[Unit],  # flat, with gradients
-    ) -> Tensor:  # the smallest and the largest of each stretch: finite if all are
+        buckets: list[Bucket],  # flat, with gradients
+    ) -> Tensor:  # the smallest and the largest of each chunk: finite if all are
         "Look at all gradients without changing any. Sync: none."
         found, self.gathered = [], {}
-        for u in units:
+        for u in buckets:
             has_taken = u.has_taken()
-            for s in self.stretches(u):
+            for s in self.chunks(u):
                 if has_taken:
                     found += torch.aminmax(u.grad[s.part])
                     continue
@@ -133,11 +133,11 @@ class OnePass:
                 if s.inside is None:
                     self.gathered[s] = grad
                 found += torch.aminmax(grad)
-        dtype = max((u.master.dtype for u in units), key=lambda dtype: dtype.itemsize)
+        dtype = max((u.master.dtype for u in buckets), key=lambda dtype: dtype.itemsize)
         return torch.stack([x.to(dtype) for x in found])
 
     def _lend(self, s, dtype):
-        "Memory that all stretches share, one after the other."
+        "Memory that all chunks share, one after the other."
         key, n = (s.master.device, dtype), s.master.numel()
         if key not in self.memory or len(self.memory[key]) < n:
             self.memory[key] = torch.empty(n, device=key[0], dtype=dtype)
@@ -148,37 +148,37 @@ class OnePass:
             s.lent = memory[:n]
         return s.lent
 
-    def _stand_in(self, u, state):
-        "A few numbers for the unit's weights, gradient and states: only their types matter."
+    def _probe(self, u, state):
+        "A few numbers for the bucket's weights, gradient and states: only their types matter."
         dtypes = [v.dtype for v in state.values() if _is_like(v, u)]
-        if u.stand_in is None or [t.dtype for t in u.stand_in[2:]] != dtypes:
+        if u.probe is None or [t.dtype for t in u.probe[2:]] != dtypes:
             p = torch.nn.Parameter(torch.ones(3, dtype=u.master.dtype))
             vectors = [torch.ones(3, dtype=dtype) for dtype in dtypes]
-            u.stand_in = [p, torch.ones_like(p).detach(), *vectors]
-        u.stand_in[0].grad = u.stand_in[1]
-        return u.stand_in
+            u.probe = [p, torch.ones_like(p).detach(), *vectors]
+        u.probe[0].grad = u.probe[1]
+        return u.probe
 
     def _plan(self, u, recorder, i, new, old):
         "The update, what its results are, and the state as it will be."
         state, results = {}, {}
         for k, v in new.items():
-            slot = recorder.slot(v)
-            if slot is None:
+            ref = recorder.ref(v)
+            if ref is None:
                 if is_vector(v):
                     raise NotElementwise(f"nobody has seen where its state {k!r} comes from")
                 state[k] = v
                 continue
-            results[k] = slot
+            results[k] = ref
             dtype = old[k].dtype if k in old else v.dtype
             state[k] = old[k] if k in old else torch.empty_like(u.master.detach(), dtype=dtype)
         inputs = [k for k, v in old.items() if _is_like(v, u)]
-        weights = recorder.slot(self._stand_in(u, old)[0])
+        weights = recorder.ref(self._probe(u, old)[0])
         return _Plan(recorder.updates[i], weights, results, state, inputs)
 
     def _run(self, u, plan, inv_scale, found):
         has_taken, numbers = u.has_taken(), None
         functions = {}  # by whether weights are written to the model on the way
-        for s in self.stretches(u):
+        for s in self.chunks(u):
             grad = u.grad[s.part] if has_taken else self.gathered.get(s)
             if grad is None:
                 grad = s.take(self._lend)
@@ -190,41 +190,41 @@ class OnePass:
             fn = functions[writes]
             self.paths[u.master] = "in chunks" if fn is None else "compiled"
             if fn is None:
-                self._run_stretch(s, plan, [s.master, grad, *states], inv_scale, found)
+                self._run_chunk(s, plan, [s.master, grad, *states], inv_scale, found)
                 continue
             if numbers is None:
                 numbers = _as_vector(plan.update.numbers, u.master)
             fn(out, inv_scale, found, numbers, s.master, grad, *states)
             if out is None:
-                s.give_back()
+                s.master_to_model()
         return plan.state
 
-    def _run_stretch(self, s, plan, inputs, inv_scale, found):
+    def _run_chunk(self, s, plan, inputs, inv_scale, found):
         targets = [s.master, *(plan.state[k][s.part] for k in plan.results)]
-        slots = [plan.weights, *plan.results.values()]
+        refs = [plan.weights, *plan.results.values()]
         kept = [] if found is None else [t.clone() for t in targets]
         inputs[1] = inputs[1].to(s.master.dtype)
         if inv_scale is not None:
             inputs[1] = inputs[1] * inv_scale
         env = plan.update.run(inputs)
-        for target, slot in zip(targets, slots, strict=True):
-            if env[slot].data_ptr() != target.data_ptr():
-                target.copy_(env[slot])
+        for target, ref in zip(targets, refs, strict=True):
+            if env[ref].data_ptr() != target.data_ptr():
+                target.copy_(env[ref])
         if found is not None:
             for target, b in zip(targets, kept, strict=True):
                 torch.where(found, b, target, out=target)
-        s.give_back()
+        s.master_to_model()
 
-    def stretches(
+    def chunks(
         self,
-        u: Unit,  # flat
-    ) -> list[Stretch]:  # that make up its vector
-        "Cut the unit as its device and its way want it."
+        u: Bucket,  # flat
+    ) -> list[Chunk]:  # that make up its vector
+        "Cut the bucket as its device and its way want it."
         if u.master.device.type != "cpu":
-            return u.stretches(_WHOLE, _WHOLE, is_cut=False)
+            return u.chunks(_WHOLE, _WHOLE, is_cut=False)
         if self._is_compiled(u):
-            return u.stretches(_GATHER, _ALONE, is_cut=False)
-        return u.stretches(_CUT, _CUT)
+            return u.chunks(_GATHER, _ALONE, is_cut=False)
+        return u.chunks(_CUT, _CUT)
 
     def _is_compiled(self, u):
         if self.compiled is not None:
@@ -270,18 +270,18 @@ class OnePass:
 
 
 class _Plan(NamedTuple):
-    "What is to be done to a unit."
+    "What is to be done to a bucket."
 
-    update: Update
-    weights: Slot  # what they become
-    results: dict[Any, Slot]  # by the names of its states that are vectors: what they become
+    update: Program
+    weights: Ref  # what they become
+    results: dict[Any, Ref]  # by the names of its states that are vectors: what they become
     state: dict  # as it will be; vectors that it has now are written in place
     inputs: list  # the names of the vectors that it has now, in the order of the update's inputs
 
     def by_position(self):
         "What each input becomes, by its number."
         places = {k: i + 2 for i, k in enumerate(self.inputs)}
-        return {0: self.weights} | {places[k]: slot for k, slot in self.results.items()}
+        return {0: self.weights} | {places[k]: ref for k, ref in self.results.items()}
 
 
 @contextmanager
@@ -300,7 +300,7 @@ def _quiet_about_cuda():
 
 
 def _own(s, dtype):
-    "Memory of a stretch's own: what is gathered to be looked at is still there for the step."
+    "Memory of a chunk's own: what is gathered to be looked at is still there for the step."
     if s.own is None or s.own.dtype != dtype:
         s.own = torch.empty_like(s.master, dtype=dtype)
     return s.own
@@ -331,9 +331,9 @@ def _is_like(value, u):
     return isinstance(value, Tensor) and value.shape == u.master.shape
 
 
-def _small_state(state, u, stand_in):
-    "A unit's state over its stand-in: vectors are cut, numbers copied."
-    vectors = iter(stand_in[2:])
+def _small_state(state, u, probe):
+    "A bucket's state over its probe: vectors are cut, numbers copied."
+    vectors = iter(probe[2:])
     return {k: next(vectors) if _is_like(v, u) else _copied(v) for k, v in state.items()}
 
 

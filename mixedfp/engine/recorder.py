@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .program import NotElementwise, Slot, Update, leaves, op_name
+from .program import NotElementwise, Program, Ref, leaves, op_name
 
 # %% ../../nbs/engine/10_recorder.ipynb #a0fad463
 # operations on one element at a time that PyTorch does not tag as pointwise
@@ -41,26 +41,26 @@ def _takes_lists(func):
 class Recorder(TorchDispatchMode):
     "Writes down the operations on the tensors it watches, and refuses what is not element-wise."
 
-    def __init__(self, stand_ins: list[list[Tensor]]):
+    def __init__(self, probes: list[list[Tensor]]):
         super().__init__()
-        self.slots = {}  # by address: which update a tensor belongs to, and its number there
+        self.refs = {}  # by address: which update a tensor belongs to, and its number there
         self.kept = []  # an address is a name only as long as its tensor lives
-        self.updates = [Update(len(tensors)) for tensors in stand_ins]
-        for i, tensors in enumerate(stand_ins):
+        self.updates = [Program(len(tensors)) for tensors in probes]
+        for i, tensors in enumerate(probes):
             for t in tensors:
                 self.watch(t, i)
 
-    def watch(self, t: Tensor, i: int) -> Slot:
+    def watch(self, t: Tensor, i: int) -> Ref:
         "Give `t` the next number of update `i`."
-        slot = Slot(self.updates[i].n_slots)
+        ref = Ref(self.updates[i].n_slots)
         self.updates[i].n_slots += 1
-        self.slots[t.data_ptr()] = i, slot
+        self.refs[t.data_ptr()] = i, ref
         self.kept.append(t)
-        return slot
+        return ref
 
-    def slot(self, value: Any) -> Slot | None:
+    def ref(self, value: Any) -> Ref | None:
         "The number of a tensor, None for anything that is not watched."
-        found = self.slots.get(value.data_ptr()) if isinstance(value, Tensor) else None
+        found = self.refs.get(value.data_ptr()) if isinstance(value, Tensor) else None
         return None if found is None else found[1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
     def _refer(self, arg, owners):
         "`arg` with the numbers of watched tensors in their places, and copies of single numbers."
         if isinstance(arg, Tensor):
-            found = self.slots.get(arg.data_ptr())
+            found = self.refs.get(arg.data_ptr())
             if found is not None:
                 owners.add(found[0])
                 return found[1]
@@ -103,9 +103,9 @@ class Recorder(TorchDispatchMode):
         if len(owners) > 1 or foreign or not _is_elementwise(func):
             raise NotElementwise(f"{func} is not element-wise")
         (i,) = owners
-        slots = [self.slot(out) for out in outs]
-        slots = [self.watch(out, i) if s is None else s for s, out in zip(slots, outs, strict=True)]
-        self.updates[i].ops.append((func, args, kwargs, slots))
+        refs = [self.ref(out) for out in outs]
+        refs = [self.watch(out, i) if s is None else s for s, out in zip(refs, outs, strict=True)]
+        self.updates[i].ops.append((func, args, kwargs, refs))
 
 
 def _pick(i, n, args, kwargs):
@@ -125,11 +125,11 @@ def is_vector(
 
 # %% ../../nbs/engine/10_recorder.ipynb #63e4b2da
 def record(
-    step: Callable[[], Any],  # an optimizer's step over the stand-ins
-    stand_ins: list[list[Tensor]],  # for each update: weights, gradient and states, a few numbers
+    step: Callable[[], Any],  # an optimizer's step over the probes
+    probes: list[list[Tensor]],  # for each update: weights, gradient and states, a few numbers
 ) -> Recorder:
     "Run `step`, and write down what it does. Raises: NotElementwise."
-    recorder = Recorder(stand_ins)
+    recorder = Recorder(probes)
     with torch.no_grad(), recorder:
         step()
     return recorder
