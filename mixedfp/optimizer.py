@@ -15,6 +15,7 @@ from operator import is_not
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -208,9 +209,6 @@ class MasterOptimizer(Optimizer):
             self._on.reclaim()
         self.optimizer.state = defaultdict(dict, state)
 
-    def _held_lists(self):
-        return [group["params"] for group in self.optimizer.param_groups]
-
     # all else that the optimizer can do
 
     def __getattr__(self, name: str) -> Any:
@@ -229,19 +227,6 @@ class MasterOptimizer(Optimizer):
         target = super() if is_own or not hasattr(optimizer, name) else optimizer
         target.__setattr__(name, value)
 
-    @torch._disable_dynamo
-    def _have_done(self, method, *args, **kwargs):
-        "Call a method of the optimizer, such as `train` or SAM's `first_step`."
-        self._check_masters()
-        self._is_busy = True
-        try:
-            return method(*args, **kwargs)
-        finally:
-            self._is_busy = False
-            self._on.master_to_model()
-            self._take_grads()  # it may have cleared them
-            self._see_masters()
-
     @property
     def _step_supports_amp_scaling(self) -> bool:  # fused ones unscale, and skip on the device
         known = inspect.signature(self.optimizer.step).parameters
@@ -255,191 +240,6 @@ class MasterOptimizer(Optimizer):
     def nonfinite_names(self) -> list[str]:
         "The names of the parameters whose gradients hold inf or nan. Sync: a number each."
         return self._on.nonfinite_names()
-
-    @torch._disable_dynamo  # its probes for parameters know no `grad_dtype`
-    def _take_grads(self):
-        "Make the model's gradients the masters'."
-        if self.masters.is_restored:
-            raise MixedPrecisionError(
-                "restore() gave the model its masters back: step the optimizer that it returned"
-            )
-        if not self._is_busy and not self._is_taken():
-            buckets = self._on.buckets
-            self._on.sync_written()
-            self._on.grads_to_master()
-            if self._on.buckets is not buckets:  # what is held only now may be written
-                self._on.sync_written()
-            if self._seen[0] is not self._on.buckets:
-                self._see_masters()
-
-    def _is_taken(self):
-        "Whether each gradient is its master's, and nobody has written into the model."
-        on = self._on
-        if on.buckets is None or self.masters.flat:
-            return False
-        grads = [u.master.grad for u in on.buckets]
-        if not on.is_as_written() or any(map(is_not, map(_get_grad, on._held), grads)):
-            return False
-        for u, g in zip(on.buckets, grads, strict=True):
-            u.shown = g
-        return True
-
-    @torch._disable_dynamo
-    def zero_grad(
-        self,
-        set_to_none: bool = True,  # False: they keep their memory
-    ) -> None:
-        "Clear the gradients of model and masters."
-        self._on.zero_grad(set_to_none)
-        self._buffers.clear()
-        self._taker.listen(self._params())  # something may have been unfrozen
-
-    # the step
-
-    @torch._disable_dynamo
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,  # computes gradients anew, returns the loss
-    ) -> Any:  # what the optimizer's step returns
-        """Step the masters, and give their weights, rounded, to the model.
-
-        Raises: MixedPrecisionError if somebody else has changed the masters.
-        """
-        self._check_masters()
-        evaluate = () if closure is None else (lambda: self._evaluate(closure),)
-        on_device = {k: vars(self)[k] for k in ("grad_scale", "found_inf") if k in vars(self)}
-        if "found_inf" in on_device and makes_states(self.optimizer):
-            if on_device["found_inf"].item() > 0:
-                return self.skip()
-        vars(self.optimizer).update(on_device)  # from a scaler, for a fused optimizer
-        self._is_busy = self._buffers.is_within_step = True
-        try:
-            done = self._on.step(*evaluate)
-        finally:
-            self._is_busy = self._buffers.is_within_step = False
-            for k in on_device:
-                del vars(self.optimizer)[k]
-            if "found_inf" in on_device:
-                self._has_scaler = True
-                self._buffers.snapshot.restore(on_device["found_inf"])
-            self._see_masters()
-        self._end_iteration()  # not after an overflow in the closure: `skip` comes
-        return done
-
-    def _evaluate(self, closure):
-        self._on.master_to_model()  # LBFGS and SAM ask for the loss of weights on the way
-        self._is_busy = False
-        try:
-            loss = closure()
-            self._take_grads()
-        finally:
-            self._is_busy = True
-        return loss
-
-    @torch._disable_dynamo
-    def skip(self) -> None:
-        "Undo a batch that has overflowed: running statistics, and what a step has begun."
-        self.optimizer._opt_called = True  # for schedules that were made over it
-        self._has_scaler = True
-        self.master_to_model()
-        self._buffers.snapshot.restore()
-        self._end_iteration()
-
-    @torch._disable_dynamo
-    def master_to_model(self) -> None:
-        "Give the masters' weights to the model: to be called by who writes into masters."
-        self._take_grads()
-        self._on.master_to_model()
-        self._see_masters()
-
-    def sync_from_model(self) -> None:
-        "Take over what was written through `p.data` in place: nothing shows it; all else is seen."
-        self._on.reclaim()
-        self.masters.sync_from_model()
-
-    def expect_skips(self) -> None:
-        "Be told, by a scaler, that steps may be skipped: buffers are saved from now on."
-        self._has_scaler = True
-
-    def _end_iteration(self):
-        self._buffers.end()
-        is_half = torch.float16 in self.masters.param_dtype.values()
-        self._buffers.is_wanted = is_half or bool(self._has_scaler)
-
-    def _see_masters(self):
-        "Remember the masters, to see whether somebody else changes them."
-        buckets = self._on.buckets or []
-        masters = [u.master for u in buckets if u.master is not u.params[0]]
-        self._seen = self._on.buckets, masters, [m._version for m in masters]
-
-    def _check_masters(self):
-        self._take_grads()
-        masters = [u.master for u in self._on.buckets]
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if len(held) != len(masters) or any(map(is_not, held, masters)):
-            raise MixedPrecisionError(
-                "`param_groups` holds other tensors than the masters: use add_param_group, or "
-                "wrap a new optimizer"
-            )
-        if self._seen[2] != [m._version for m in self._seen[1]]:
-            raise MixedPrecisionError(
-                "the masters were changed in place, and the model was not told: call "
-                "master_to_model() after it, or write into the model's parameters instead"
-            )
-
-    # groups and state, by the model's parameters
-
-    def add_param_group(
-        self,
-        param_group: dict,  # with parameters of the model
-    ) -> None:
-        "Add a group; parameters that are new to the model get masters. Raises: ValueError."
-        self._on.reclaim()
-        n, model = len(self.optimizer.param_groups), self.masters.model
-        self.optimizer.add_param_group(param_group)
-        new = dict(named_params(self.optimizer, n))
-        if self._is_loose:
-            model.named |= new
-        try:
-            _check_inside(self.optimizer, model)
-        except ValueError:
-            del self.optimizer.param_groups[n:]
-            raise
-        self.masters.add(new.values())
-        self._taker.listen(new.values())
-
-    def state_dict(self) -> dict[str, Any]:
-        "The optimizer's state per model parameter; the masters, too, where no `model` was given."
-        self._on.reclaim()
-        self._is_busy = True  # hooks may look, and do not change the form
-        try:
-            state = self._on.state_dict()
-        finally:
-            self._is_busy = False
-        if self._is_loose:
-            masters = [self.masters.master.get(p, p).detach() for p in self._params()]
-            state["masters"] = list(map(as_own_storage, masters))
-        return state
-
-    def load_state_dict(
-        self,
-        state_dict: dict[str, Any],  # of this, or of the same optimizer over a 32-bit model
-    ) -> None:
-        "Load a state, and masters where it has them. Raises: ValueError, and changes nothing."
-        state, params = dict(state_dict), self._params()
-        masters = state.pop("masters", None) if self._is_loose else None
-        if masters is not None and [m.shape for m in masters] != [p.shape for p in params]:
-            raise ValueError("the masters in `state_dict` are of another model: the shapes differ")
-        self._on.reclaim()
-        self._is_busy = True
-        try:
-            self._on.load_state_dict(state)
-        finally:
-            self._is_busy = False
-        if masters is not None:
-            for p, m in zip(params, masters, strict=True):
-                self.masters.master.get(p, p).data.copy_(m)
-            self.masters.master_to_model()
 
     def register_state_dict_pre_hook(self, hook: Callable, prepend: bool = False) -> Any:
         """Have `hook(self)` called before `state_dict`."""
@@ -459,36 +259,6 @@ class MasterOptimizer(Optimizer):
 
     def _from_me(self, hook):
         return lambda _optimizer, *args: hook(self, *args)
-
-    # other forms of the model
-
-    def float_model(self) -> nn.Module:
-        """Make a 32-bit twin of the model, whose parameters are the masters themselves.
-
-        For averages (`AveragedModel(twin)`, `update_parameters(twin)`), for evaluation and export
-        in 32 bits. Raises: MixedPrecisionError where no `model` was given.
-        """
-        if self._is_loose:
-            raise MixedPrecisionError("no model is known: MasterOptimizer(optimizer, model=model)")
-        twin = self.masters.float_model()
-        if self._taker.look is not None:
-            twin._forward_pre_hooks.pop(self._taker.look.id, None)
-        for m in twin.modules():
-            for hooks in (m._forward_pre_hooks, m._forward_hooks):
-                for k in [k for k, hook in hooks.items() if isinstance(hook, PassHook)]:
-                    del hooks[k]
-        remove_forward(twin)
-        return twin
-
-    def restore(self) -> Optimizer:  # the one that was given, over the model
-        "Give the model its masters back, bit for bit in 32 bits, and let go of it."
-        self._on.detach()
-        self._guard.remove()
-        self._taker.remove()
-        self._buffers.remove()
-        remove_forward(self.masters.model)
-        self.masters.restore()
-        return self.optimizer
 
     @property
     def _is_loose(self):
@@ -565,6 +335,269 @@ class _OnlyInside:
                 f"this {type(optimizer).__name__} is inside a MasterOptimizer: step that one, "
                 "or the model does not get the new weights"
             )
+
+# %% ../nbs/07_optimizer.ipynb #95a03828
+@patch
+def _held_lists(self: MasterOptimizer):
+    return [group["params"] for group in self.optimizer.param_groups]
+
+
+@patch
+@torch._disable_dynamo
+def _have_done(self: MasterOptimizer, method, *args, **kwargs):
+    "Call a method of the optimizer, such as `train` or SAM's `first_step`."
+    self._check_masters()
+    self._is_busy = True
+    try:
+        return method(*args, **kwargs)
+    finally:
+        self._is_busy = False
+        self._on.master_to_model()
+        self._take_grads()  # it may have cleared them
+        self._see_masters()
+
+# %% ../nbs/07_optimizer.ipynb #35a5ab1e
+@patch
+@torch._disable_dynamo  # its probes for parameters know no `grad_dtype`
+def _take_grads(self: MasterOptimizer):
+    "Make the model's gradients the masters'."
+    if self.masters.is_restored:
+        raise MixedPrecisionError(
+            "restore() gave the model its masters back: step the optimizer that it returned"
+        )
+    if not self._is_busy and not self._is_taken():
+        buckets = self._on.buckets
+        self._on.sync_written()
+        self._on.grads_to_master()
+        if self._on.buckets is not buckets:  # what is held only now may be written
+            self._on.sync_written()
+        if self._seen[0] is not self._on.buckets:
+            self._see_masters()
+
+
+@patch
+def _is_taken(self: MasterOptimizer):
+    "Whether each gradient is its master's, and nobody has written into the model."
+    on = self._on
+    if on.buckets is None or self.masters.flat:
+        return False
+    grads = [u.master.grad for u in on.buckets]
+    if not on.is_as_written() or any(map(is_not, map(_get_grad, on._held), grads)):
+        return False
+    for u, g in zip(on.buckets, grads, strict=True):
+        u.shown = g
+    return True
+
+
+@patch
+@torch._disable_dynamo
+def zero_grad(
+    self: MasterOptimizer,
+    set_to_none: bool = True,  # False: they keep their memory
+) -> None:
+    "Clear the gradients of model and masters."
+    self._on.zero_grad(set_to_none)
+    self._buffers.clear()
+    self._taker.listen(self._params())  # something may have been unfrozen
+
+# %% ../nbs/07_optimizer.ipynb #00d332f6
+@patch
+@torch._disable_dynamo
+def step(
+    self: MasterOptimizer,
+    closure: Callable[[], Any] | None = None,  # computes gradients anew, returns the loss
+) -> Any:  # what the optimizer's step returns
+    """Step the masters, and give their weights, rounded, to the model.
+
+    Raises: MixedPrecisionError if somebody else has changed the masters.
+    """
+    self._check_masters()
+    evaluate = () if closure is None else (lambda: self._evaluate(closure),)
+    on_device = {k: vars(self)[k] for k in ("grad_scale", "found_inf") if k in vars(self)}
+    if "found_inf" in on_device and makes_states(self.optimizer):
+        if on_device["found_inf"].item() > 0:
+            return self.skip()
+    vars(self.optimizer).update(on_device)  # from a scaler, for a fused optimizer
+    self._is_busy = self._buffers.is_within_step = True
+    try:
+        done = self._on.step(*evaluate)
+    finally:
+        self._is_busy = self._buffers.is_within_step = False
+        for k in on_device:
+            del vars(self.optimizer)[k]
+        if "found_inf" in on_device:
+            self._has_scaler = True
+            self._buffers.snapshot.restore(on_device["found_inf"])
+        self._see_masters()
+    self._end_iteration()  # not after an overflow in the closure: `skip` comes
+    return done
+
+
+@patch
+def _evaluate(self: MasterOptimizer, closure):
+    self._on.master_to_model()  # LBFGS and SAM ask for the loss of weights on the way
+    self._is_busy = False
+    try:
+        loss = closure()
+        self._take_grads()
+    finally:
+        self._is_busy = True
+    return loss
+
+
+@patch
+@torch._disable_dynamo
+def skip(self: MasterOptimizer) -> None:
+    "Undo a batch that has overflowed: running statistics, and what a step has begun."
+    self.optimizer._opt_called = True  # for schedules that were made over it
+    self._has_scaler = True
+    self.master_to_model()
+    self._buffers.snapshot.restore()
+    self._end_iteration()
+
+
+@patch
+def expect_skips(self: MasterOptimizer) -> None:
+    "Be told, by a scaler, that steps may be skipped: buffers are saved from now on."
+    self._has_scaler = True
+
+
+@patch
+def _end_iteration(self: MasterOptimizer):
+    self._buffers.end()
+    is_half = torch.float16 in self.masters.param_dtype.values()
+    self._buffers.is_wanted = is_half or bool(self._has_scaler)
+
+# %% ../nbs/07_optimizer.ipynb #08578a28
+@patch
+def _see_masters(self: MasterOptimizer):
+    "Remember the masters, to see whether somebody else changes them."
+    buckets = self._on.buckets or []
+    masters = [u.master for u in buckets if u.master is not u.params[0]]
+    self._seen = self._on.buckets, masters, [m._version for m in masters]
+
+
+@patch
+def _check_masters(self: MasterOptimizer):
+    self._take_grads()
+    masters = [u.master for u in self._on.buckets]
+    held = [p for group in self.optimizer.param_groups for p in group["params"]]
+    if len(held) != len(masters) or any(map(is_not, held, masters)):
+        raise MixedPrecisionError(
+            "`param_groups` holds other tensors than the masters: use add_param_group, or "
+            "wrap a new optimizer"
+        )
+    if self._seen[2] != [m._version for m in self._seen[1]]:
+        raise MixedPrecisionError(
+            "the masters were changed in place, and the model was not told: call "
+            "master_to_model() after it, or write into the model's parameters instead"
+        )
+
+
+@patch
+@torch._disable_dynamo
+def master_to_model(self: MasterOptimizer) -> None:
+    "Give the masters' weights to the model: to be called by who writes into masters."
+    self._take_grads()
+    self._on.master_to_model()
+    self._see_masters()
+
+
+@patch
+def sync_from_model(self: MasterOptimizer) -> None:
+    "Take over what was written through `p.data` in place: nothing shows it; all else is seen."
+    self._on.reclaim()
+    self.masters.sync_from_model()
+
+# %% ../nbs/07_optimizer.ipynb #104ba174
+@patch
+def add_param_group(
+    self: MasterOptimizer,
+    param_group: dict,  # with parameters of the model
+) -> None:
+    "Add a group; parameters that are new to the model get masters. Raises: ValueError."
+    self._on.reclaim()
+    n, model = len(self.optimizer.param_groups), self.masters.model
+    self.optimizer.add_param_group(param_group)
+    new = dict(named_params(self.optimizer, n))
+    if self._is_loose:
+        model.named |= new
+    try:
+        _check_inside(self.optimizer, model)
+    except ValueError:
+        del self.optimizer.param_groups[n:]
+        raise
+    self.masters.add(new.values())
+    self._taker.listen(new.values())
+
+
+@patch
+def state_dict(self: MasterOptimizer) -> dict[str, Any]:
+    "The optimizer's state per model parameter; the masters, too, where no `model` was given."
+    self._on.reclaim()
+    self._is_busy = True  # hooks may look, and do not change the form
+    try:
+        state = self._on.state_dict()
+    finally:
+        self._is_busy = False
+    if self._is_loose:
+        masters = [self.masters.master.get(p, p).detach() for p in self._params()]
+        state["masters"] = list(map(as_own_storage, masters))
+    return state
+
+
+@patch
+def load_state_dict(
+    self: MasterOptimizer,
+    state_dict: dict[str, Any],  # of this, or of the same optimizer over a 32-bit model
+) -> None:
+    "Load a state, and masters where it has them. Raises: ValueError, and changes nothing."
+    state, params = dict(state_dict), self._params()
+    masters = state.pop("masters", None) if self._is_loose else None
+    if masters is not None and [m.shape for m in masters] != [p.shape for p in params]:
+        raise ValueError("the masters in `state_dict` are of another model: the shapes differ")
+    self._on.reclaim()
+    self._is_busy = True
+    try:
+        self._on.load_state_dict(state)
+    finally:
+        self._is_busy = False
+    if masters is not None:
+        for p, m in zip(params, masters, strict=True):
+            self.masters.master.get(p, p).data.copy_(m)
+        self.masters.master_to_model()
+
+# %% ../nbs/07_optimizer.ipynb #21ad48ba
+@patch
+def float_model(self: MasterOptimizer) -> nn.Module:
+    """Make a 32-bit twin of the model, whose parameters are the masters themselves.
+
+    For averages (`AveragedModel(twin)`, `update_parameters(twin)`), for evaluation and export
+    in 32 bits. Raises: MixedPrecisionError where no `model` was given.
+    """
+    if self._is_loose:
+        raise MixedPrecisionError("no model is known: MasterOptimizer(optimizer, model=model)")
+    twin = self.masters.float_model()
+    if self._taker.look is not None:
+        twin._forward_pre_hooks.pop(self._taker.look.id, None)
+    for m in twin.modules():
+        for hooks in (m._forward_pre_hooks, m._forward_hooks):
+            for k in [k for k, hook in hooks.items() if isinstance(hook, PassHook)]:
+                del hooks[k]
+    remove_forward(twin)
+    return twin
+
+
+@patch
+def restore(self: MasterOptimizer) -> Optimizer:  # the one that was given, over the model
+    "Give the model its masters back, bit for bit in 32 bits, and let go of it."
+    self._on.detach()
+    self._guard.remove()
+    self._taker.remove()
+    self._buffers.remove()
+    remove_forward(self.masters.model)
+    self.masters.restore()
+    return self.optimizer
 
 # %% ../nbs/07_optimizer.ipynb #919bda32
 def with_masters(

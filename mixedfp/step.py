@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -147,258 +148,6 @@ class MixedStep:
             self._attached.buffers = BufferSnapshot(self.masters.model)
             self.masters.after_load = self.buffers.save_again
 
-    def attach(
-        self,
-        model: nn.Module,  # in 32 bits; goes to `dtype` in place
-    ) -> None:
-        "Take `model` over, or take over what others did to it since. Raises: as MasterParams."
-        ddp = model if isinstance(model, DistributedDataParallel) else None
-        called = model if ddp is None else ddp.module
-        model = getattr(called, "_orig_mod", called)  # of what `torch.compile` returns
-        if self._attached is not None and not self._is_attached_to(model):
-            self.detach()
-        if self._attached is None:
-            layers = self._make_layers(model)
-            masters = MasterParams(model, self.dtype, self.flat_master, keep_fp32=self.keep_fp32)
-            it = self._attached = Attached(masters, BufferSnapshot(model), layers)
-        else:
-            it = self._attached
-            if it.opt is not None:
-                it.opt.reclaim()
-            it.masters.sync_from_model()
-        is_needed = it.layers is not None or self.dtype != torch.float32
-        if is_needed and not self._has_forward(called):
-            called.forward = it.forward = HalfForward(called, self.native, it.layers, self.dtype)
-        if it.forward is not None:
-            it.forward.look_again()
-        if ddp is not it.ddp:
-            self._share_with(it, ddp)
-        it.buffers = BufferSnapshot(model)  # a forward pass may have made new ones
-        it.masters.after_load = it.buffers.save_again
-        self._check_inputs = True
-
-    def _make_layers(self, model):
-        if self.layer_scales is None:
-            return None
-        if isinstance(self.layer_scales, str):
-            return LayerwiseGradientScaler(model, {}, auto=True, dtype=self.dtype)
-        return LayerwiseGradientScaler(model, self.layer_scales, dtype=self.dtype)
-
-    def _has_forward(self, called):
-        if self.forward is None or not hasattr(called, "_orig_mod"):
-            return self.forward is not None
-        return vars(called).get("forward") is self.forward  # a copy is compiled anew, without it
-
-    def _share_with(self, it, ddp):
-        "Leave to `ddp` all but the averaging: it would average before gradients are in 32 bits."
-        if it.ddp is not None:
-            start_averaging(it.ddp, it.ddp_hook)
-            it.ddp_hook = None
-        if ddp is not None:
-            it.ddp_hook = stop_averaging(ddp)
-            take_from_first(it.masters.master.values(), ddp.process_group)
-            it.masters.master_to_model()
-        it.ddp = ddp
-
-    def _is_attached_to(self, model):
-        floats = {p for p in model.parameters() if is_castable(p)}
-        return self.masters.model is model and set(self.masters.master) == floats
-
-    def wrap_optimizer(
-        self,
-        opt: Any,  # an optimizer of fastai or torch.optim over the model's parameters
-    ) -> OptimizerOnMasters:
-        "Make `opt` step the masters. Raises: MixedPrecisionError if it cannot."
-        if isinstance(opt, OptimizerOnMasters):
-            opt = opt.reclaim()
-        it = self._get_attached()
-        held = it.opt
-        if held is None or held.opt is not opt:
-            held = self._take_over(it.opt, opt)
-        held.layers = it.layers
-        lists = [list(ps) for ps in param_lists(core_of(held.reclaim()))]
-        held.move_states()
-        it.masters.lay_out(lists, held)
-        held.note_weights()
-        it.opt = held
-        return held
-
-    def preview(
-        self,
-        make: Callable[[], Any],  # makes an optimizer to look at, which is thrown away
-    ) -> None:
-        "Lay the masters out for an optimizer that comes later. Raises: as `wrap_optimizer` of it."
-        it = self._get_attached()
-        device = next(iter(it.masters.master)).device
-        with same_random_state(device):
-            opt = make()
-        if self.flat_master:
-            check_elementwise(opt, device)
-        if it.opt is not None:
-            it.opt.reclaim()
-        it.masters.lay_out([list(ps) for ps in param_lists(core_of(opt))])
-
-    def _take_over(self, before, opt):
-        if before is not None:
-            before.reclaim()
-        else:
-            self.masters.sync_from_model()  # what was written since `attach`
-        held = OptimizerOnMasters(opt, self.masters, self.scaler, compiled=self.compiled)
-        if before is not None:
-            held.unscaled = before.unscaled  # the gradients are the same
-        elif self.scaler.is_enabled():  # the first loss scales what is there by then
-            grads = [p.grad for ps in param_lists(core_of(opt)) for p in ps]
-            held.unscaled = any(g is not None for g in grads)
-        return held
-
-    def detach(self) -> None:
-        "Give model and optimizer back in 32 bits: the weights are the masters, bit for bit."
-        it = self._attached
-        if it is None:
-            return
-        if it.opt is not None:
-            if self._is_scaled and not it.opt.unscaled:  # called off in between
-                it.opt.rescale(1 / float(self._used_scale))
-            it.opt.detach()
-        if it.forward is not None:
-            it.forward.remove()
-        it.masters.restore()
-        ddp = it.ddp
-        self._share_with(it, None)
-        self._attached = self.loss = self._inputs = None
-        if ddp is not None:
-            renew_reducer(ddp)
-
-    # the way of a batch
-
-    def cast(
-        self,
-        inputs: Any,  # tensors in any nesting
-        training: bool = False,  # whether a step may follow
-    ) -> Any:  # the same: the model's forward pass casts them
-        "Look at a batch's inputs, and note what a skipped step has to take back."
-        if training and self.scaler.is_enabled():
-            self.buffers.save()
-        if training and self.layers is not None and not self.layers.is_scaling:
-            self.layers.begin()
-        if self.dtype == torch.float32:
-            return inputs
-        self._inputs = inputs
-        if self._check_inputs:
-            self._check_range()
-        return inputs
-
-    def _check_range(self):
-        self._check_inputs = False
-        if self.dtype == torch.float16 and not self._has_warned:
-            message = inputs_out_of_range(self._inputs, cast_floats(self._inputs, self.dtype))
-            if message is not None:
-                notice_once(message)
-                self._has_warned = True
-
-    def uncast(
-        self,
-        pred: Any,  # what the model returned
-    ) -> Any:  # the same, 16-bit tensors in float32
-        "See to it that predictions are in 32 bits, if the model's forward pass was exchanged."
-        return pred if self.dtype == torch.float32 else to_float(pred)
-
-    def scale(
-        self,
-        loss: Tensor,  # (), float32
-    ) -> Tensor:  # the one to call `backward` on
-        "Scale the loss; until `update`, `self.loss` is the true one."
-        if self.opt.unscaled:  # the last step was called off: its gradients are added to
-            self.opt.rescale(self.scaler.get_scale())
-        else:
-            self._follow_scale()
-        self._used_scale = self.scaler.current_scale()
-        self._n_set = self.scaler.n_set
-        self.scaler.forget(self.opt.held)
-        self.opt.found = None
-        self.loss, self._is_scaled = loss, self.scaler.is_enabled()
-        self.opt.keep_half_grads(loss if self._is_exclusive() else None)
-        if self.layers is not None:
-            self.layers.trace_loss(loss)
-        scaled: Any = self.scaler.scale(loss)
-        return scaled
-
-    def unscale(self) -> bool:  # whether they are all finite: else `skip`
-        "Take the gradients to the masters, unscale and check them. Sync: one number, if scaled."
-        if self.ddp is not None:
-            average_over_ranks(self.masters.model.parameters(), self.ddp.process_group)
-        self.opt.grads_to_master(self._is_exclusive())
-        if self.layers is not None and self.layers.is_scaling:
-            self.layers.unscale()
-        if not self._is_scaled:
-            return True  # or somebody called backward on a loss of their own
-        self._follow_scale()
-        self.scaler.unscale_(self.opt.held)
-        self.opt.unscaled = True
-        if self.opt.waiting:
-            self.opt.left = self.scaler.inverse_scale()
-            if self._decides_on_device():
-                self.opt.found = self.scaler.found_on_device(self.opt.held)
-                return True
-        return not self.scaler.found_nonfinite(self.opt.held)
-
-    def _decides_on_device(self):
-        if len(self.opt.waiting) < len(self.opt.buckets):
-            return False
-        on_device = self.opt.waiting[0].master.device.type != "cpu"
-        return on_device if self.on_device is None else self.on_device
-
-    def _is_exclusive(self):
-        return self.exclusive and self.layers is None and self.ddp is None
-
-    def _follow_scale(self):
-        "A checkpoint may have brought another scale since the loss was scaled."
-        if self._is_scaled and not self.opt.unscaled and self._n_set != self.scaler.n_set:
-            now, self._n_set = self.scaler.current_scale(), self.scaler.n_set
-            self.opt.rescale(float(now) / float(self._used_scale))
-            self.scaler.are_at_scale()
-            self._used_scale = now
-
-    def step(self) -> None:
-        "Step the masters, and give their weights back to the model."
-        self.opt.step()
-        self._end_verdict()
-
-    def _end_verdict(self):
-        "Take buffers back where the device found an overflow: of this iteration, and of no other."
-        if self.opt.found is not None:
-            self.buffers.restore(self.opt.found)
-            self.opt.found = None
-
-    def skip(self) -> None:
-        "Undo the batch: buffers get the bits they had before it; nothing else has changed yet."
-        self.buffers.restore()
-        if self._inputs is not None:
-            self._check_range()
-
-    def cancel(self) -> None:
-        "Accept a batch that ends before its backward pass: what it wrote into buffers stays."
-        if not self._is_scaled:
-            self.buffers.discard()
-            if self.layers is not None:
-                self.layers.remove()
-
-    def update(self) -> None:
-        "Let the loss scale follow. Raises: MixedPrecisionError after too many skips in a row."
-        self._end_verdict()  # a trainer may have called the optimizer's own step
-        self.buffers.discard()
-        if self.layers is not None and not self.layers.is_scaling:
-            self.layers.update()
-        self.loss = self._inputs = None
-        self._is_scaled = False
-        if not self.opt.unscaled:
-            return
-        try:
-            self.scaler.update()
-        except MixedPrecisionError:
-            self.opt.zero_grad(set_to_none=True)  # the next fit starts clean
-            raise
-
 
 def _check_layer_scales(scales):
     "Check what can be checked without a model. Raises: TypeError, ValueError."
@@ -412,3 +161,297 @@ def _check_layer_scales(scales):
             "'auto' or None"
         )
     return scales
+
+# %% ../nbs/06_step.ipynb #86c73ec7
+@patch
+def attach(
+    self: MixedStep,
+    model: nn.Module,  # in 32 bits; goes to `dtype` in place
+) -> None:
+    "Take `model` over, or take over what others did to it since. Raises: as MasterParams."
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    called = model if ddp is None else ddp.module
+    model = getattr(called, "_orig_mod", called)  # of what `torch.compile` returns
+    if self._attached is not None and not self._is_attached_to(model):
+        self.detach()
+    if self._attached is None:
+        layers = self._make_layers(model)
+        masters = MasterParams(model, self.dtype, self.flat_master, keep_fp32=self.keep_fp32)
+        it = self._attached = Attached(masters, BufferSnapshot(model), layers)
+    else:
+        it = self._attached
+        if it.opt is not None:
+            it.opt.reclaim()
+        it.masters.sync_from_model()
+    is_needed = it.layers is not None or self.dtype != torch.float32
+    if is_needed and not self._has_forward(called):
+        called.forward = it.forward = HalfForward(called, self.native, it.layers, self.dtype)
+    if it.forward is not None:
+        it.forward.look_again()
+    if ddp is not it.ddp:
+        self._share_with(it, ddp)
+    it.buffers = BufferSnapshot(model)  # a forward pass may have made new ones
+    it.masters.after_load = it.buffers.save_again
+    self._check_inputs = True
+
+
+@patch
+def _make_layers(self: MixedStep, model):
+    if self.layer_scales is None:
+        return None
+    if isinstance(self.layer_scales, str):
+        return LayerwiseGradientScaler(model, {}, auto=True, dtype=self.dtype)
+    return LayerwiseGradientScaler(model, self.layer_scales, dtype=self.dtype)
+
+
+@patch
+def _has_forward(self: MixedStep, called):
+    if self.forward is None or not hasattr(called, "_orig_mod"):
+        return self.forward is not None
+    return vars(called).get("forward") is self.forward  # a copy is compiled anew, without it
+
+
+@patch
+def _share_with(self: MixedStep, it, ddp):
+    "Leave to `ddp` all but the averaging: it would average before gradients are in 32 bits."
+    if it.ddp is not None:
+        start_averaging(it.ddp, it.ddp_hook)
+        it.ddp_hook = None
+    if ddp is not None:
+        it.ddp_hook = stop_averaging(ddp)
+        take_from_first(it.masters.master.values(), ddp.process_group)
+        it.masters.master_to_model()
+    it.ddp = ddp
+
+
+@patch
+def _is_attached_to(self: MixedStep, model):
+    floats = {p for p in model.parameters() if is_castable(p)}
+    return self.masters.model is model and set(self.masters.master) == floats
+
+# %% ../nbs/06_step.ipynb #0699ddce
+@patch
+def wrap_optimizer(
+    self: MixedStep,
+    opt: Any,  # an optimizer of fastai or torch.optim over the model's parameters
+) -> OptimizerOnMasters:
+    "Make `opt` step the masters. Raises: MixedPrecisionError if it cannot."
+    if isinstance(opt, OptimizerOnMasters):
+        opt = opt.reclaim()
+    it = self._get_attached()
+    held = it.opt
+    if held is None or held.opt is not opt:
+        held = self._take_over(it.opt, opt)
+    held.layers = it.layers
+    lists = [list(ps) for ps in param_lists(core_of(held.reclaim()))]
+    held.move_states()
+    it.masters.lay_out(lists, held)
+    held.note_weights()
+    it.opt = held
+    return held
+
+
+@patch
+def preview(
+    self: MixedStep,
+    make: Callable[[], Any],  # makes an optimizer to look at, which is thrown away
+) -> None:
+    "Lay the masters out for an optimizer that comes later. Raises: as `wrap_optimizer` of it."
+    it = self._get_attached()
+    device = next(iter(it.masters.master)).device
+    with same_random_state(device):
+        opt = make()
+    if self.flat_master:
+        check_elementwise(opt, device)
+    if it.opt is not None:
+        it.opt.reclaim()
+    it.masters.lay_out([list(ps) for ps in param_lists(core_of(opt))])
+
+
+@patch
+def _take_over(self: MixedStep, before, opt):
+    if before is not None:
+        before.reclaim()
+    else:
+        self.masters.sync_from_model()  # what was written since `attach`
+    held = OptimizerOnMasters(opt, self.masters, self.scaler, compiled=self.compiled)
+    if before is not None:
+        held.unscaled = before.unscaled  # the gradients are the same
+    elif self.scaler.is_enabled():  # the first loss scales what is there by then
+        grads = [p.grad for ps in param_lists(core_of(opt)) for p in ps]
+        held.unscaled = any(g is not None for g in grads)
+    return held
+
+# %% ../nbs/06_step.ipynb #47a9efa8
+@patch
+def cast(
+    self: MixedStep,
+    inputs: Any,  # tensors in any nesting
+    training: bool = False,  # whether a step may follow
+) -> Any:  # the same: the model's forward pass casts them
+    "Look at a batch's inputs, and note what a skipped step has to take back."
+    if training and self.scaler.is_enabled():
+        self.buffers.save()
+    if training and self.layers is not None and not self.layers.is_scaling:
+        self.layers.begin()
+    if self.dtype == torch.float32:
+        return inputs
+    self._inputs = inputs
+    if self._check_inputs:
+        self._check_range()
+    return inputs
+
+
+@patch
+def _check_range(self: MixedStep):
+    self._check_inputs = False
+    if self.dtype == torch.float16 and not self._has_warned:
+        message = inputs_out_of_range(self._inputs, cast_floats(self._inputs, self.dtype))
+        if message is not None:
+            notice_once(message)
+            self._has_warned = True
+
+
+@patch
+def uncast(
+    self: MixedStep,
+    pred: Any,  # what the model returned
+) -> Any:  # the same, 16-bit tensors in float32
+    "See to it that predictions are in 32 bits, if the model's forward pass was exchanged."
+    return pred if self.dtype == torch.float32 else to_float(pred)
+
+# %% ../nbs/06_step.ipynb #a1c7d9bc
+@patch
+def scale(
+    self: MixedStep,
+    loss: Tensor,  # (), float32
+) -> Tensor:  # the one to call `backward` on
+    "Scale the loss; until `update`, `self.loss` is the true one."
+    if self.opt.unscaled:  # the last step was called off: its gradients are added to
+        self.opt.rescale(self.scaler.get_scale())
+    else:
+        self._follow_scale()
+    self._used_scale = self.scaler.current_scale()
+    self._n_set = self.scaler.n_set
+    self.scaler.forget(self.opt.held)
+    self.opt.found = None
+    self.loss, self._is_scaled = loss, self.scaler.is_enabled()
+    self.opt.keep_half_grads(loss if self._is_exclusive() else None)
+    if self.layers is not None:
+        self.layers.trace_loss(loss)
+    scaled: Any = self.scaler.scale(loss)
+    return scaled
+
+
+@patch
+def _is_exclusive(self: MixedStep):
+    return self.exclusive and self.layers is None and self.ddp is None
+
+
+@patch
+def _follow_scale(self: MixedStep):
+    "A checkpoint may have brought another scale since the loss was scaled."
+    if self._is_scaled and not self.opt.unscaled and self._n_set != self.scaler.n_set:
+        now, self._n_set = self.scaler.current_scale(), self.scaler.n_set
+        self.opt.rescale(float(now) / float(self._used_scale))
+        self.scaler.are_at_scale()
+        self._used_scale = now
+
+# %% ../nbs/06_step.ipynb #091ee5cd
+@patch
+def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip`
+    "Take the gradients to the masters, unscale and check them. Sync: one number, if scaled."
+    if self.ddp is not None:
+        average_over_ranks(self.masters.model.parameters(), self.ddp.process_group)
+    self.opt.grads_to_master(self._is_exclusive())
+    if self.layers is not None and self.layers.is_scaling:
+        self.layers.unscale()
+    if not self._is_scaled:
+        return True  # or somebody called backward on a loss of their own
+    self._follow_scale()
+    self.scaler.unscale_(self.opt.held)
+    self.opt.unscaled = True
+    if self.opt.waiting:
+        self.opt.left = self.scaler.inverse_scale()
+        if self._decides_on_device():
+            self.opt.found = self.scaler.found_on_device(self.opt.held)
+            return True
+    return not self.scaler.found_nonfinite(self.opt.held)
+
+
+@patch
+def _decides_on_device(self: MixedStep):
+    if len(self.opt.waiting) < len(self.opt.buckets):
+        return False
+    on_device = self.opt.waiting[0].master.device.type != "cpu"
+    return on_device if self.on_device is None else self.on_device
+
+# %% ../nbs/06_step.ipynb #917fc041
+@patch
+def step(self: MixedStep) -> None:
+    "Step the masters, and give their weights back to the model."
+    self.opt.step()
+    self._end_verdict()
+
+
+@patch
+def _end_verdict(self: MixedStep):
+    "Take buffers back where the device found an overflow: of this iteration, and of no other."
+    if self.opt.found is not None:
+        self.buffers.restore(self.opt.found)
+        self.opt.found = None
+
+
+@patch
+def skip(self: MixedStep) -> None:
+    "Undo the batch: buffers get the bits they had before it; nothing else has changed yet."
+    self.buffers.restore()
+    if self._inputs is not None:
+        self._check_range()
+
+
+@patch
+def cancel(self: MixedStep) -> None:
+    "Accept a batch that ends before its backward pass: what it wrote into buffers stays."
+    if not self._is_scaled:
+        self.buffers.discard()
+        if self.layers is not None:
+            self.layers.remove()
+
+# %% ../nbs/06_step.ipynb #b58d7d28
+@patch
+def update(self: MixedStep) -> None:
+    "Let the loss scale follow. Raises: MixedPrecisionError after too many skips in a row."
+    self._end_verdict()  # a trainer may have called the optimizer's own step
+    self.buffers.discard()
+    if self.layers is not None and not self.layers.is_scaling:
+        self.layers.update()
+    self.loss = self._inputs = None
+    self._is_scaled = False
+    if not self.opt.unscaled:
+        return
+    try:
+        self.scaler.update()
+    except MixedPrecisionError:
+        self.opt.zero_grad(set_to_none=True)  # the next fit starts clean
+        raise
+
+# %% ../nbs/06_step.ipynb #44ac6b3d
+@patch
+def detach(self: MixedStep) -> None:
+    "Give model and optimizer back in 32 bits: the weights are the masters, bit for bit."
+    it = self._attached
+    if it is None:
+        return
+    if it.opt is not None:
+        if self._is_scaled and not it.opt.unscaled:  # called off in between
+            it.opt.rescale(1 / float(self._used_scale))
+        it.opt.detach()
+    if it.forward is not None:
+        it.forward.remove()
+    it.masters.restore()
+    ddp = it.ddp
+    self._share_with(it, None)
+    self._attached = self.loss = self._inputs = None
+    if ddp is not None:
+        renew_reducer(ddp)

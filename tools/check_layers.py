@@ -8,9 +8,9 @@
     6 tools     report, command, examples, compare, all    data, the command, what users import
 
 Nobody above the step imports the engine but through `step` and `optimizer`, except for what DOORS
-lets through. Floors 1 to 4 and `optimizer` need torch and the standard library alone; a function
-there may still import matplotlib when it is asked for a plot. `command` imports the module that
-does what it reads when it has read it, in a function: the one way down.
+lets through. Floors 1 to 4 and `optimizer` need torch, fastcore's `patch` and the standard library
+alone; a function there may still import matplotlib when it is asked for a plot. `command` imports
+the module that does what it reads when it has read it, in a function: the one way down.
 """
 
 import ast
@@ -53,7 +53,7 @@ BELOW["all"] = BELOW["compare"] | {"compare"}
 
 # the package that each trainer leaves alone
 STANDS_BESIDE = {"callback": "skorch", "checkpoint": "skorch", "skorch": "fastai"}
-ON_IMPORT = sys.stdlib_module_names | {"torch"}
+ON_IMPORT = sys.stdlib_module_names | {"torch", "fastcore"}  # its `patch`: a verb a cell
 IN_FUNCTIONS = ON_IMPORT | {"matplotlib"}
 DOWN_IN_FUNCTIONS = {"command": {"compare"}}
 
@@ -92,7 +92,7 @@ def complaint(module: str, name: str, in_function: bool) -> str | None:
     elif module == "command" and package not in sys.stdlib_module_names:
         return f"imports {package}: only the standard library, so that help comes at once"
     elif module in CORE and package not in (IN_FUNCTIONS if in_function else ON_IMPORT):
-        return f"imports {package}: up to `optimizer`, only torch and the standard library"
+        return f"imports {package}: up to `optimizer`, only torch and fastcore"
     elif package == STANDS_BESIDE.get(module):
         return f"imports {package}: the trainers stand side by side"
     return None

@@ -12,6 +12,7 @@ from operator import attrgetter, is_
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -153,34 +154,6 @@ class MasterParams:
         self._leaves_in_float = not was_half
         self._let_leave()
 
-    def _take_in(self, p, grad):
-        master = self.master[p]
-        if p.data_ptr() == master.data_ptr() and p.itemsize > 2:  # not cast, so not copied
-            master.data = master.detach().clone()
-        p.grad_dtype = self._grad_dtype(p)
-        p.grad = None if grad is None else grad.to(_grad_dtype(master))
-        self.param_dtype[p] = p.dtype
-
-    def add(
-        self,
-        params: Iterable[Parameter],  # that the model got later
-    ) -> None:
-        "Make masters of `params`, which stay in their dtype."
-        for p in params:
-            if is_castable(p) and p not in self.master:
-                self.master[p] = _make_master(p)
-                g, p.grad = p.grad, None
-                self._take_in(p, g)
-
-    def _say_overflow(self, name, p, full):
-        "Say that a weight is inf in float16; its master, and files, keep it. Sync: reads a number."
-        if p.dtype == torch.float16 and _shape(full) == p.shape and not full.is_meta:
-            if (full.detach().to(p.dtype).isinf() & full.detach().isfinite()).any():
-                notice_once(
-                    f"`{name}` holds values beyond float16's 65504: the model computes with inf "
-                    f"there. Use bfloat16, or keep_fp32=[{name!r}]"
-                )
-
     @staticmethod
     def of(
         model: nn.Module,
@@ -222,30 +195,6 @@ class MasterParams:
         vars(self).update(state)
         self._let_leave()
 
-    def _let_leave(self):
-        "Have copies and pickles of the model be plain ones in 32 bits."
-        for part in (
-            copied_parts(self.model) if self._leaves_in_float and not self.is_restored else ()
-        ):
-            vars(part).update(__deepcopy__=DeepCopy(part), __reduce_ex__=Reduce(part))
-
-    def leave(self) -> None:
-        "Make the model a plain one in 32 bits: it was copied, maybe without what trains it."
-        self._left_forwards = remove_forwards(self.model)
-        for m in self.model.modules():
-            drop_hooks(m, self)
-        self.restore()
-        self.is_away = True
-
-    def come_back(self) -> None:
-        "Put the model into 16 bits again if it has left: what trains it was copied as well."
-        if not self.is_away:
-            return
-        forwards = self._left_forwards
-        self.__init__(self.model, self.dtype, self.flat, self.any_grads, self.keep_fp32)
-        for m, forward in forwards:
-            m.forward = forward
-
     @property
     def model_params(self) -> list[list[Parameter]]:
         "What is trained, two lists a group of the optimizer: weights; norm parameters and biases."
@@ -256,300 +205,408 @@ class MasterParams:
         "The masters of `model_params`; flat: one vector a list, device and dtype."
         return [ms for _, masters in self.layouts.values() for ms in masters]
 
-    def keep_half_grads(
-        self,
-        params: list[Parameter],  # of the model
-    ) -> None:
-        "Leave the gradients of `params`, and of no others, in the dtype that they come in."
-        now = set(params)
-        if now != self.half_grad_params:
-            changed, self.half_grad_params = now ^ self.half_grad_params, now
-            for p in changed & set(self.master):
-                self._restore_dtypes(p)
+# %% ../../nbs/engine/07_masters.ipynb #7a6899b6
+@patch
+def _take_in(self: MasterParams, p, grad):
+    master = self.master[p]
+    if p.data_ptr() == master.data_ptr() and p.itemsize > 2:  # not cast, so not copied
+        master.data = master.detach().clone()
+    p.grad_dtype = self._dtype_of_grad(p)
+    p.grad = None if grad is None else grad.to(_grad_dtype(master))
+    self.param_dtype[p] = p.dtype
 
-    def take_any_grads(self) -> None:
-        "Until `expect_grads`, let gradients of any dtype be put into `p.grad`: a step widens them."
-        if not (self.any_grads or self._takes_any):
-            self._takes_any = True
-            for p in self.master:
-                p.grad_dtype = None
 
-    def expect_grads(self) -> None:
-        "Have autograd add gradients up in 32 bits again: a backward pass comes next."
-        if self._takes_any:
-            self._takes_any = False
-            for p in self.master:
-                self._restore_dtypes(p)
-
-    def _grad_dtype(self, p):
-        if self.any_grads or self._takes_any or p in self.half_grad_params:
-            return None
-        return _grad_dtype(self.master[p])
-
-    def restore(self) -> nn.Module:  # the model, in 32 bits
-        "Give the model its masters back, bit for bit, and let go of it."
-        self.sync_from_model()
-        for hook in self._hooks:
-            hook.remove()
-        for p, master in self.master.items():
+@patch
+def add(
+    self: MasterParams,
+    params: Iterable[Parameter],  # that the model got later
+) -> None:
+    "Make masters of `params`, which stay in their dtype."
+    for p in params:
+        if is_castable(p) and p not in self.master:
+            self.master[p] = _make_master(p)
             g, p.grad = p.grad, None
-            p.data = master.detach().clone() if p in self.grads else master.detach()
-            p.grad_dtype = None  # as gradients are of any other model
-            dtype = _grad_dtype(master)
-            p.grad = None if g is None else g.detach().to(dtype, copy=True)
-        for m in self.model.modules():
-            m._buffers |= {k: self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
-            drop_casts(m)
-        self.is_restored = True
-        for part in copied_parts(self.model) if self._leaves_in_float else ():
-            for name in LEAVING:
-                vars(part).pop(name, None)
-        return self.model
+            self._take_in(p, g)
 
-    def _full_buffer(self, module, k, now):
-        kept = self.buffers.get((module, k))
-        if kept is not None:
-            return kept.whole(now)
-        return now.float() if now.dtype == self.dtype else now  # it came later, from 16-bit numbers
 
-    def sync_from_model(self) -> None:
-        "Take over what others did to the model: wrote weights, moved it, copied it."
-        if self.is_stepping:  # an exception came between the optimizer and the model
-            self.master_to_model()
-        if not all(map(self._is_laid_out, self.grads)):
-            for owner in list(self.layouts):
-                self._forget_layout(owner)  # `Module.to` takes gradients along, out of their vector
-        for p, master in self.master.items():
-            if master.device != p.device:
-                master.data = master.detach().to(p.device)
-            full = _keep_low_bits(p.detach(), master.detach(), self.param_dtype[p])
-            if full.data_ptr() != master.data_ptr():
-                master.data.copy_(full)
+@patch
+def _say_overflow(self: MasterParams, name, p, full):
+    "Say that a weight is inf in float16; its master, and files, keep it. Sync: reads a number."
+    if p.dtype == torch.float16 and _shape(full) == p.shape and not full.is_meta:
+        if (full.detach().to(p.dtype).isinf() & full.detach().isfinite()).any():
+            notice_once(
+                f"`{name}` holds values beyond float16's 65504: the model computes with inf "
+                f"there. Use bfloat16, or keep_fp32=[{name!r}]"
+            )
+
+# %% ../../nbs/engine/07_masters.ipynb #7999b014
+@patch
+def keep_half_grads(
+    self: MasterParams,
+    params: list[Parameter],  # of the model
+) -> None:
+    "Leave the gradients of `params`, and of no others, in the dtype that they come in."
+    now = set(params)
+    if now != self.half_grad_params:
+        changed, self.half_grad_params = now ^ self.half_grad_params, now
+        for p in changed & set(self.master):
             self._restore_dtypes(p)
-        for (m, k), kept in self.buffers.items():
-            now = m._buffers.get(k)
-            if now is not None and is_castable(now) and now.dtype != kept.dtype:
-                kept.full = kept.whole(now)
-                m._buffers[k] = kept.full.to(kept.dtype)
 
-    def is_in_its_dtypes(self) -> bool:
-        "Whether each parameter of the model has the dtype it was cast to."
-        return all(map(is_, map(attrgetter("dtype"), self.param_dtype), self.param_dtype.values()))
 
-    def float_model(self) -> nn.Module:
-        """Make a twin of the model in 32 bits: its parameters *are* the masters.
+@patch
+def take_any_grads(self: MasterParams) -> None:
+    "Until `expect_grads`, let gradients of any dtype be put into `p.grad`: a step widens them."
+    if not (self.any_grads or self._takes_any):
+        self._takes_any = True
+        for p in self.master:
+            p.grad_dtype = None
 
-        To average (`AveragedModel(twin)`), to evaluate or export in 32 bits. What is trained on
-        goes into the twin; buffers that the model holds in 16 bits are copied once.
-        """
-        self.sync_from_model()
-        memo = {id(p): master for p, master in self.master.items()} | {id(self): self}
-        for m in self.model.modules():
-            memo |= {id(b): b for b in m._buffers.values() if b is not None}
-            memo |= {id(b): self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
-        twin = copied_as_it_is(self.model, memo)
-        remove_forwards(twin)
-        ids = {hook.id for hook in self._hooks}
-        for m in twin.modules():
-            for hooks in (
-                m._state_dict_hooks,
-                m._load_state_dict_pre_hooks,
-                m._load_state_dict_post_hooks,
-            ):
-                for k in ids & set(hooks):
-                    del hooks[k]
-            drop_hooks(m, self)
-            drop_casts(m)
-        return twin
 
-    def _is_laid_out(self, p):
-        grads, layout = self.grads[p], _layout(p)
-        if layout != _layout(self.master[p]):
-            return False
-        if not grads.is_there:
-            return True
-        g, whole = grads.views[p], grads.whole
-        is_view = g.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        return is_view and _layout(g) == layout
+@patch
+def expect_grads(self: MasterParams) -> None:
+    "Have autograd add gradients up in 32 bits again: a backward pass comes next."
+    if self._takes_any:
+        self._takes_any = False
+        for p in self.master:
+            self._restore_dtypes(p)
 
-    def _restore_dtypes(self, p):
-        if p.dtype != self.param_dtype[p]:
-            p.data = self.master[p].detach().to(self.param_dtype[p], copy=True)
-        grad_dtype = self._grad_dtype(p)
-        if p.grad_dtype != grad_dtype:  # `copy.deepcopy` forgets it
-            g, p.grad = p.grad, None
-            p.grad_dtype = grad_dtype
-            p.grad = g if g is None or grad_dtype is None else g.to(grad_dtype)
-        elif p.grad is not None and grad_dtype is not None and p.grad.dtype != grad_dtype:
-            p.grad = p.grad.to(grad_dtype)
 
-    @torch.no_grad()
-    def master_to_model(self) -> None:
-        "Write every master into its model parameter, rounded to the parameter's dtype."
-        for p, master in self.master.items():
-            p.copy_(master)
-        self.is_stepping = False
+@patch
+def _dtype_of_grad(self: MasterParams, p):
+    if self.any_grads or self._takes_any or p in self.half_grad_params:
+        return None
+    return _grad_dtype(self.master[p])
 
-    def lay_out(
-        self,
-        param_lists: list[list[Parameter]],  # an optimizer's groups
-        owner: Any = None,  # that optimizer; None: as long as there is none
-    ) -> None:
-        """Order `model_params` and `master_params` as the optimizer's groups: two lists a group.
 
-        They hold what is trained: what requires a gradient or has one. Raises: ValueError for a
-        parameter in two groups.
-        """
-        second = norm_bias_ids(self.model)
-        model_params = []
-        for ps in param_lists:
-            ps = [p for p in ps if p in self.master and (p.requires_grad or p.grad is not None)]
-            model_params.append([p for p in ps if id(p) not in second])
-            model_params.append([p for p in ps if id(p) in second])
-        ids = _ids(model_params)
-        if owner is not None and owner not in self.layouts and None in self.layouts:
-            self.layouts[owner] = self.layouts.pop(None)  # made before there was an optimizer
-        if owner in self.layouts and ids == _ids(self.layouts[owner][0]):
-            return
-        trained = set(sum(ids, []))
-        if len(trained) < len(sum(ids, [])):
-            raise ValueError("a parameter is in two groups of the optimizer, or twice in one")
-        for other, (params, _) in list(self.layouts.items()):  # its own, and its predecessor's
-            if other is owner or not trained.isdisjoint(sum(_ids(params), [])):
-                self._forget_layout(other)
-        for p in sum(model_params, []):  # frozen until now, in 16 bits from the start
-            self.master[p].data = self.master[p].detach().to(_full_dtype(p))
-        if self.flat:
-            master_params = [self._vectors(ps) for ps in model_params]
+@patch
+def _restore_dtypes(self: MasterParams, p):
+    if p.dtype != self.param_dtype[p]:
+        p.data = self.master[p].detach().to(self.param_dtype[p], copy=True)
+    grad_dtype = self._dtype_of_grad(p)
+    if p.grad_dtype != grad_dtype:  # `copy.deepcopy` forgets it
+        g, p.grad = p.grad, None
+        p.grad_dtype = grad_dtype
+        p.grad = g if g is None or grad_dtype is None else g.to(grad_dtype)
+    elif p.grad is not None and grad_dtype is not None and p.grad.dtype != grad_dtype:
+        p.grad = p.grad.to(grad_dtype)
+
+# %% ../../nbs/engine/07_masters.ipynb #ee423944
+@patch
+@torch.no_grad()
+def master_to_model(self: MasterParams) -> None:
+    "Write every master into its model parameter, rounded to the parameter's dtype."
+    for p, master in self.master.items():
+        p.copy_(master)
+    self.is_stepping = False
+
+
+@patch
+def sync_from_model(self: MasterParams) -> None:
+    "Take over what others did to the model: wrote weights, moved it, copied it."
+    if self.is_stepping:  # an exception came between the optimizer and the model
+        self.master_to_model()
+    if not all(map(self._is_laid_out, self.grads)):
+        for owner in list(self.layouts):
+            self._forget_layout(owner)  # `Module.to` takes gradients along, out of their vector
+    for p, master in self.master.items():
+        if master.device != p.device:
+            master.data = master.detach().to(p.device)
+        full = _keep_low_bits(p.detach(), master.detach(), self.param_dtype[p])
+        if full.data_ptr() != master.data_ptr():
+            master.data.copy_(full)
+        self._restore_dtypes(p)
+    for (m, k), kept in self.buffers.items():
+        now = m._buffers.get(k)
+        if now is not None and is_castable(now) and now.dtype != kept.dtype:
+            kept.full = kept.whole(now)
+            m._buffers[k] = kept.full.to(kept.dtype)
+
+
+@patch
+def is_in_its_dtypes(self: MasterParams) -> bool:
+    "Whether each parameter of the model has the dtype it was cast to."
+    return all(map(is_, map(attrgetter("dtype"), self.param_dtype), self.param_dtype.values()))
+
+
+@patch
+def restore(self: MasterParams) -> nn.Module:  # the model, in 32 bits
+    "Give the model its masters back, bit for bit, and let go of it."
+    self.sync_from_model()
+    for hook in self._hooks:
+        hook.remove()
+    for p, master in self.master.items():
+        g, p.grad = p.grad, None
+        p.data = master.detach().clone() if p in self.grads else master.detach()
+        p.grad_dtype = None  # as gradients are of any other model
+        dtype = _grad_dtype(master)
+        p.grad = None if g is None else g.detach().to(dtype, copy=True)
+    for m in self.model.modules():
+        m._buffers |= {k: self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
+        drop_casts(m)
+    self.is_restored = True
+    for part in copied_parts(self.model) if self._leaves_in_float else ():
+        for name in LEAVING:
+            vars(part).pop(name, None)
+    return self.model
+
+
+@patch
+def _full_buffer(self: MasterParams, module, k, now):
+    kept = self.buffers.get((module, k))
+    if kept is not None:
+        return kept.whole(now)
+    return now.float() if now.dtype == self.dtype else now  # it came later, from 16-bit numbers
+
+
+@patch
+def float_model(self: MasterParams) -> nn.Module:
+    """Make a twin of the model in 32 bits: its parameters *are* the masters.
+
+    To average (`AveragedModel(twin)`), to evaluate or export in 32 bits. What is trained on
+    goes into the twin; buffers that the model holds in 16 bits are copied once.
+    """
+    self.sync_from_model()
+    memo = {id(p): master for p, master in self.master.items()} | {id(self): self}
+    for m in self.model.modules():
+        memo |= {id(b): b for b in m._buffers.values() if b is not None}
+        memo |= {id(b): self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
+    twin = copied_as_it_is(self.model, memo)
+    remove_forwards(twin)
+    ids = {hook.id for hook in self._hooks}
+    for m in twin.modules():
+        for hooks in (
+            m._state_dict_hooks,
+            m._load_state_dict_pre_hooks,
+            m._load_state_dict_post_hooks,
+        ):
+            for k in ids & set(hooks):
+                del hooks[k]
+        drop_hooks(m, self)
+        drop_casts(m)
+    return twin
+
+# %% ../../nbs/engine/07_masters.ipynb #123d6cfd
+@patch
+def lay_out(
+    self: MasterParams,
+    param_lists: list[list[Parameter]],  # an optimizer's groups
+    owner: Any = None,  # that optimizer; None: as long as there is none
+) -> None:
+    """Order `model_params` and `master_params` as the optimizer's groups: two lists a group.
+
+    They hold what is trained: what requires a gradient or has one. Raises: ValueError for a
+    parameter in two groups.
+    """
+    second = norm_bias_ids(self.model)
+    model_params = []
+    for ps in param_lists:
+        ps = [p for p in ps if p in self.master and (p.requires_grad or p.grad is not None)]
+        model_params.append([p for p in ps if id(p) not in second])
+        model_params.append([p for p in ps if id(p) in second])
+    ids = _ids(model_params)
+    if owner is not None and owner not in self.layouts and None in self.layouts:
+        self.layouts[owner] = self.layouts.pop(None)  # made before there was an optimizer
+    if owner in self.layouts and ids == _ids(self.layouts[owner][0]):
+        return
+    trained = set(sum(ids, []))
+    if len(trained) < len(sum(ids, [])):
+        raise ValueError("a parameter is in two groups of the optimizer, or twice in one")
+    for other, (params, _) in list(self.layouts.items()):  # its own, and its predecessor's
+        if other is owner or not trained.isdisjoint(sum(_ids(params), [])):
+            self._forget_layout(other)
+    for p in sum(model_params, []):  # frozen until now, in 16 bits from the start
+        self.master[p].data = self.master[p].detach().to(_full_dtype(p))
+    if self.flat:
+        master_params = [self._vectors(ps) for ps in model_params]
+    else:
+        master_params = [[self.master[p] for p in ps] for ps in model_params]
+    self.layouts[owner] = model_params, master_params
+
+
+@patch
+def _is_laid_out(self: MasterParams, p):
+    grads, layout = self.grads[p], _layout(p)
+    if layout != _layout(self.master[p]):
+        return False
+    if not grads.is_there:
+        return True
+    g, whole = grads.views[p], grads.whole
+    is_view = g.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    return is_view and _layout(g) == layout
+
+
+@patch
+def _forget_layout(self: MasterParams, owner):
+    for p in sum(self.layouts.pop(owner)[0], []):
+        if self.grads.pop(p, None) is not None:  # a view would keep its vector in memory
+            self.master[p].data = self.master[p].detach().clone()
+
+
+@patch
+def _vectors(self: MasterParams, params):
+    "A vector of the masters of `params`, which become its views; one a device and dtype."
+    vectors = []
+    for _, run in groupby(params, key=self._memory):
+        run = list(run)
+        vector = Parameter(torch.cat([flatten(self.master[p].detach(), p) for p in run]))
+        self.grads |= dict.fromkeys(run, GradBuffer(vector, run))
+        for p, weight in zip(run, split_vector(vector.detach(), run), strict=True):
+            self.master[p].data = weight
+            self.master[p].grad = None  # a copy of its own, from before there was a vector
+        vectors.append(vector)
+    return vectors
+
+
+@patch
+def _memory(self: MasterParams, p):
+    return p.device, self.master[p].dtype
+
+
+@patch
+def buckets(
+    self: MasterParams,
+    group: int,  # index among the lists given to `lay_out`
+    params: list[Parameter],  # that list
+    key: Callable[[Parameter], Any],  # only parameters of equal key share a bucket
+    owner: Any = None,  # as given to `lay_out`
+    every: bool = False,  # also buckets of parameters that have no gradient
+) -> list[Bucket]:
+    """Cut a group into what is stepped as one tensor: all of `params` that have a gradient.
+
+    Flat: runs of parameters that lie one after the other. What has no master (a complex
+    parameter, one from outside the model) is its own.
+    """
+    params = [p for p in params if every or p.grad is not None]
+    if not self.flat:
+        return [Bucket([p], self.master.get(p, p)) for p in params]
+    model_params, master_params = self.layouts[owner]
+    lists = model_params[2 * group : 2 * group + 2]
+    laid_out = {p for ps in lists for p in ps}
+    buckets = [Bucket([p], self.master.get(p, p)) for p in params if p not in laid_out]
+    for ps, vectors in zip(lists, master_params[2 * group : 2 * group + 2], strict=True):
+        runs = groupby(ps, key=self._memory)
+        for vector, (_, run) in zip(vectors, runs, strict=True):
+            buckets += self._runs(vector, run, key, every)
+    return buckets
+
+
+@patch
+def _runs(self: MasterParams, vector, params, key, every):
+    params, buckets, start = list(params), [], 0
+    grad_buffer = self.grads[params[0]]
+    for (has_grad, _), run in groupby(params, key=lambda p: (p.grad is not None, key(p))):
+        run = list(run)
+        part = slice(start, start + sum(p.numel() for p in run))
+        start = part.stop
+        if not has_grad and not every:
+            grad_buffer.clear(part)
+        elif run[0].ndim == 0:  # a state of no dimension could be its own, or a step count
+            buckets += [Bucket([p], self.master[p]) for p in run]
         else:
-            master_params = [[self.master[p] for p in ps] for ps in model_params]
-        self.layouts[owner] = model_params, master_params
+            is_whole = len(run) == len(params)  # a parameter without elements has an empty part
+            master = vector if is_whole else Parameter(vector.detach()[part])
+            weights: list[Tensor] = [self.master[p] for p in run]
+            buckets.append(Bucket(run, master, weights, grad_buffer, part))
+    return buckets
 
-    def _forget_layout(self, owner):
-        for p in sum(self.layouts.pop(owner)[0], []):
-            if self.grads.pop(p, None) is not None:  # a view would keep its vector in memory
-                self.master[p].data = self.master[p].detach().clone()
+# %% ../../nbs/engine/07_masters.ipynb #95facb18
+@patch
+def _let_leave(self: MasterParams):
+    "Have copies and pickles of the model be plain ones in 32 bits."
+    for part in copied_parts(self.model) if self._leaves_in_float and not self.is_restored else ():
+        vars(part).update(__deepcopy__=DeepCopy(part), __reduce_ex__=Reduce(part))
 
-    def _vectors(self, params):
-        "A vector of the masters of `params`, which become its views; one a device and dtype."
-        vectors = []
-        for _, run in groupby(params, key=self._memory):
-            run = list(run)
-            vector = Parameter(torch.cat([flatten(self.master[p].detach(), p) for p in run]))
-            self.grads |= dict.fromkeys(run, GradBuffer(vector, run))
-            for p, weight in zip(run, split_vector(vector.detach(), run), strict=True):
-                self.master[p].data = weight
-                self.master[p].grad = None  # a copy of its own, from before there was a vector
-            vectors.append(vector)
-        return vectors
 
-    def _memory(self, p):
-        return p.device, self.master[p].dtype
+@patch
+def leave(self: MasterParams) -> None:
+    "Make the model a plain one in 32 bits: it was copied, maybe without what trains it."
+    self._left_forwards = remove_forwards(self.model)
+    for m in self.model.modules():
+        drop_hooks(m, self)
+    self.restore()
+    self.is_away = True
 
-    def buckets(
-        self,
-        group: int,  # index among the lists given to `lay_out`
-        params: list[Parameter],  # that list
-        key: Callable[[Parameter], Any],  # only parameters of equal key share a bucket
-        owner: Any = None,  # as given to `lay_out`
-        every: bool = False,  # also buckets of parameters that have no gradient
-    ) -> list[Bucket]:
-        """Cut a group into what is stepped as one tensor: all of `params` that have a gradient.
 
-        Flat: runs of parameters that lie one after the other. What has no master (a complex
-        parameter, one from outside the model) is its own.
-        """
-        params = [p for p in params if every or p.grad is not None]
-        if not self.flat:
-            return [Bucket([p], self.master.get(p, p)) for p in params]
-        model_params, master_params = self.layouts[owner]
-        lists = model_params[2 * group : 2 * group + 2]
-        laid_out = {p for ps in lists for p in ps}
-        buckets = [Bucket([p], self.master.get(p, p)) for p in params if p not in laid_out]
-        for ps, vectors in zip(lists, master_params[2 * group : 2 * group + 2], strict=True):
-            runs = groupby(ps, key=self._memory)
-            for vector, (_, run) in zip(vectors, runs, strict=True):
-                buckets += self._runs(vector, run, key, every)
-        return buckets
+@patch
+def come_back(self: MasterParams) -> None:
+    "Put the model into 16 bits again if it has left: what trains it was copied as well."
+    if not self.is_away:
+        return
+    forwards = self._left_forwards
+    self.__init__(self.model, self.dtype, self.flat, self.any_grads, self.keep_fp32)
+    for m, forward in forwards:
+        m.forward = forward
 
-    def _runs(self, vector, params, key, every):
-        params, buckets, start = list(params), [], 0
-        grad_buffer = self.grads[params[0]]
-        for (has_grad, _), run in groupby(params, key=lambda p: (p.grad is not None, key(p))):
-            run = list(run)
-            part = slice(start, start + sum(p.numel() for p in run))
-            start = part.stop
-            if not has_grad and not every:
-                grad_buffer.clear(part)
-            elif run[0].ndim == 0:  # a state of no dimension could be its own, or a step count
-                buckets += [Bucket([p], self.master[p]) for p in run]
-            else:
-                is_whole = len(run) == len(params)  # a parameter without elements has an empty part
-                master = vector if is_whole else Parameter(vector.detach()[part])
-                weights: list[Tensor] = [self.master[p] for p in run]
-                buckets.append(Bucket(run, master, weights, grad_buffer, part))
-        return buckets
+# %% ../../nbs/engine/07_masters.ipynb #c7cdb099
+@patch
+def _load(self: MasterParams, module, state_dict, prefix, _meta, _strict, _miss, _extra, errors):
+    "Take the 32-bit values that `module` is about to round."
+    if not prefix:
+        self._loading = module
+        if not self._fits(module, state_dict):
+            self.sync_from_model()
+            self._unfinished[module] = UnfinishedLoad(self, module, errors)
+    for k, p in module._parameters.items():
+        new = state_dict.get(prefix + k)
+        if _shape(new) == (1,) and p is not None and p.ndim == 0:  # torch takes that, too
+            new = new[0]
+        if p is not None and p in self.master and _shape(new) == p.shape:
+            self.master[p].data.copy_(new)
+            self._say_overflow(prefix + k, p, self.master[p])
+    for k, now in _castable_buffers(module):
+        new, kept = state_dict.get(prefix + k), self.buffers.get((module, k))
+        if kept is not None and _shape(new) == kept.full.shape:
+            if self._loading not in self._unfinished:
+                self._keep_whole(prefix + k, now, new, kept)
+            kept.full = new.detach().to(kept.full.device, kept.full.dtype, copy=True)
 
-    def _load(self, module, state_dict, prefix, _metadata, _strict, _missing, _unexpected, errors):
-        "Take the 32-bit values that `module` is about to round."
-        if not prefix:
-            self._loading = module
-            if not self._fits(module, state_dict):
-                self.sync_from_model()
-                self._unfinished[module] = UnfinishedLoad(self, module, errors)
-        for k, p in module._parameters.items():
-            new = state_dict.get(prefix + k)
-            if _shape(new) == (1,) and p is not None and p.ndim == 0:  # torch takes that, too
-                new = new[0]
-            if p is not None and p in self.master and _shape(new) == p.shape:
-                self.master[p].data.copy_(new)
-                self._say_overflow(prefix + k, p, self.master[p])
-        for k, now in _castable_buffers(module):
-            new, kept = state_dict.get(prefix + k), self.buffers.get((module, k))
-            if kept is not None and _shape(new) == kept.full.shape:
-                if self._loading not in self._unfinished:
-                    self._keep_whole(prefix + k, now, new, kept)
-                kept.full = new.detach().to(kept.full.device, kept.full.dtype, copy=True)
 
-    def _keep_whole(self, name, now, new, kept):
-        "Widen a buffer that is about to be loaded with what its 16 bits would destroy."
-        why = what_is_lost(new, now.dtype) if now.itemsize == 2 < new.itemsize else None
-        if why is not None:
-            notice_once(f"`{name}` is loaded with {why}: it stays in float32")
-            now.data, kept.dtype = now.data.float(), torch.float32
+@patch
+def _keep_whole(self: MasterParams, name, now, new, kept):
+    "Widen a buffer that is about to be loaded with what its 16 bits would destroy."
+    why = what_is_lost(new, now.dtype) if now.itemsize == 2 < new.itemsize else None
+    if why is not None:
+        notice_once(f"`{name}` is loaded with {why}: it stays in float32")
+        now.data, kept.dtype = now.data.float(), torch.float32
 
-    def _fits(self, module, state_dict):
-        mine = module.state_dict()
-        return {k: _shape(v) for k, v in mine.items()} == {
-            k: _shape(v) for k, v in state_dict.items()
-        }
 
-    def _end_load(self, module, incompatible):
-        load = self._unfinished.pop(module, None)
-        if load is not None and (load.errors or (loads_strictly() and any(incompatible))):
-            load.roll_back()
-        if module is self._loading and self.after_load is not None:
-            self.after_load()
+@patch
+def _fits(self: MasterParams, module, state_dict):
+    mine = module.state_dict()
+    return {k: _shape(v) for k, v in mine.items()} == {k: _shape(v) for k, v in state_dict.items()}
 
-    def _show(self, module, state_dict, prefix):
-        "Put the 32-bit values of `module` into `state_dict`."
-        for k, p in module._parameters.items():
-            if p in self.master and prefix + k in state_dict:
-                full = self.master[p].detach()
-                if not self.is_stepping:  # what was written is true before it is taken over
-                    full = _keep_low_bits(p.detach().to(full.device), full, self.param_dtype[p])
-                state_dict[prefix + k] = self._out_of_vector(p, full, state_dict, prefix + k)
-        for k, now in _castable_buffers(module):
-            if prefix + k in state_dict:
-                state_dict[prefix + k] = self._full_buffer(module, k, now)
 
-    def _out_of_vector(self, p, full, state_dict, name):
-        "`full` in a storage of its own, the same for all names of a tied parameter."
-        shown = state_dict.get(self._shown_as.get(p))
-        if shown is not None and _place(shown) == _place(full):
-            return shown
-        self._shown_as[p] = name
-        return as_own_storage(full)
+@patch
+def _end_load(self: MasterParams, module, incompatible):
+    load = self._unfinished.pop(module, None)
+    if load is not None and (load.errors or (loads_strictly() and any(incompatible))):
+        load.roll_back()
+    if module is self._loading and self.after_load is not None:
+        self.after_load()
+
+
+@patch
+def _show(self: MasterParams, module, state_dict, prefix):
+    "Put the 32-bit values of `module` into `state_dict`."
+    for k, p in module._parameters.items():
+        if p in self.master and prefix + k in state_dict:
+            full = self.master[p].detach()
+            if not self.is_stepping:  # what was written is true before it is taken over
+                full = _keep_low_bits(p.detach().to(full.device), full, self.param_dtype[p])
+            state_dict[prefix + k] = self._out_of_vector(p, full, state_dict, prefix + k)
+    for k, now in _castable_buffers(module):
+        if prefix + k in state_dict:
+            state_dict[prefix + k] = self._full_buffer(module, k, now)
+
+
+@patch
+def _out_of_vector(self: MasterParams, p, full, state_dict, name):
+    "`full` in a storage of its own, the same for all names of a tied parameter."
+    shown = state_dict.get(self._shown_as.get(p))
+    if shown is not None and _place(shown) == _place(full):
+        return shown
+    self._shown_as[p] = name
+    return as_own_storage(full)
 
 # %% ../../nbs/engine/07_masters.ipynb #d97850aa
 def _has_state(module):  # what has none may be shared by models: a default argument's ReLU

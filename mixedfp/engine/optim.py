@@ -12,6 +12,7 @@ from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_hooks
@@ -124,484 +125,6 @@ class OptimizerOnMasters:
         self.detach()
         return vars(self)
 
-    def lend(self) -> None:
-        "Hand the optimizer the masters of all parameters that have a gradient."
-        if self._is_current(self._see_grads()):
-            return
-        self.reclaim()
-        core = core_of(self.opt)
-        lists = [list(ps) for ps in param_lists(core)]
-        state = self._fold_slow_weights(lists, core.state)
-        self.masters.lay_out(lists, self)
-        groups = [
-            self.masters.buckets(i, ps, lambda p: _signature(p, state.get(p, {})), self, self.every)
-            for i, ps in enumerate(lists)
-        ]
-        buckets = [u for group in groups for u in group]
-        held = {p for u in buckets for p in u.params}
-        lent = {u.master: u.join([state.get(p, {}) for p in u.params]) for u in buckets}
-        lent |= _of_nobody(state)
-        self._rest = {p: s for p, s in state.items() if p not in held}
-        self._lists, self.buckets = save_lists(core), buckets
-        self._hold([p for u in buckets for p in u.params])
-        self._others = [p for ps in lists for p in ps if p not in held]
-        if self.one_pass is not None:
-            self.large = [[u for u in group if _is_large(u)] for group in groups]
-        self._put(core, [[u.master for u in group] for group in groups], lent)
-        _rename_inner_states(core, {p: u.master for u in buckets for p in u.params})
-
-    def reclaim(self) -> Any:  # the optimizer
-        "Hand the optimizer the model's parameters, each with its own state."
-        if self.buckets is not None:
-            self._settle()
-            if self.one_pass is not None:
-                self.one_pass.undo_counts()
-            core = core_of(self.opt)
-            lent = self._fold_slow_weights(param_lists(core), core.state)
-            state = self._rest | _of_nobody(lent)
-            for u in self.buckets:
-                if lent.get(u.master):
-                    state |= zip(u.params, u.split(lent[u.master]), strict=True)
-            self._put(core, self._lists, state)
-            _rename_inner_states(core, {u.master: p for u in self.buckets for p in u.params})
-            self.buckets = self._lists = self._rest = self._pairs = None
-            self._held, self._others, self.large, self.taken = [], [], [], False
-        return self.opt
-
-    def detach(self) -> None:
-        "Leave the optimizer to the model, each state in a storage of its own."
-        self.reclaim()
-        core = core_of(self.opt)
-        core.state = defaultdict(dict, map_tensors(as_own_storage, dict(core.state)))
-
-    def _settle(self):
-        "Make what is left for the step's pass true for everybody."
-        if self.none_is_zero:
-            for u in (u for group in self.large for u in group):
-                for p, zeros in zip(u.params, u.grads, strict=True):
-                    if p.grad is None:
-                        p.grad = zeros.zero_()
-            self.none_is_zero = False
-        waiting, left, self.waiting, self.left = self.waiting, self.left, [], None
-        for u in waiting:  # maybe after an interrupt; others may have cleared some since
-            u.take_left(left)
-
-    def note_weights(self) -> None:
-        "Remember the model's weights as those that the masters belong to."
-        self.note_weights_of([p for ps in param_lists(core_of(self.opt)) for p in ps])
-
-    def note_weights_of(self, params: list[Parameter]) -> None:
-        "Remember the weights of these, if it is not known what they were."
-        for p in params:
-            self._noted.setdefault(p, (p._version, p.data_ptr()))
-
-    def _hold(self, params):
-        if len(params) != len(self._seen) or any(map(is_not, params, self._seen)):
-            if None not in self._versions:  # layers used in turn: each as the last step left it
-                now = zip(self._versions, self._places, strict=True)
-                self._noted.update(zip(self._seen, now, strict=True))
-            known = [self._noted.get(p, (None, None)) for p in params]
-            self._versions, self._places = (
-                map(list, zip(*known, strict=True)) if known else ([], [])
-            )
-            self._seen = params
-        self._held = params
-
-    def _put(self, core, lists, state):
-        set_lists(core, lists)
-        self._unfold_slow_weights(lists, state)
-        core.state = defaultdict(dict, state)
-
-    def _is_current(self, grads):
-        "Whether buckets are of what has a gradient now: `grads` are those of `_held`."
-        if self.buckets is None:
-            return False
-        if self.every:
-            return all(len({p.grad is None for p in u.params}) == 1 for u in self.buckets)
-        if any(p.grad is not None for p in self._others):
-            return False
-        return self.none_is_zero or not any(map(is_, grads, repeat(None)))
-
-    # fastai's Lookahead keeps a second copy of the weights, in lists parallel to the parameters'
-    def _fold_slow_weights(self, lists, state):
-        slow = vars(self.opt).get("slow_weights")
-        if slow is None:
-            return state
-        pairs = [
-            (p, s) for ps, ss in zip(lists, slow, strict=True) for p, s in zip(ps, ss, strict=True)
-        ]
-        return {p: {**state.get(p, {}), "slow_weights": s} for p, s in pairs}
-
-    def _unfold_slow_weights(self, lists, state):
-        if vars(self.opt).get("slow_weights") is not None:
-            slow = [[self._slow_weight(p, state.get(p, {})) for p in ps] for ps in lists]
-            self.opt.slow_weights = slow
-
-    def _slow_weight(self, p, state):
-        if "slow_weights" in state:
-            return state.pop("slow_weights")
-        return self.masters.master.get(p, p).detach().clone()
-
-    def grads_to_master(
-        self,
-        exclusive: bool = False,  # nobody looks before `step`: those of large vectors wait for it
-    ) -> None:
-        "Make the model's gradients the masters', in float32."
-        grads = self._see_grads()  # once: to visit each of many parameters takes its time
-        if not self._is_current(grads) or self.none_is_zero:
-            self.lend()
-            self._fill()
-            grads = self._see_grads()
-        waited, left, self.waiting = self.waiting, self.left, []
-        if self.one_pass is not None:
-            self.one_pass.gathered = {}
-        to_wait = self._large_buckets() if exclusive and self._may_pass() else []
-        ids, grads = set(map(id, to_wait)), iter(grads)
-        for u in self.buckets:
-            of_bucket = list(islice(grads, len(u.params)))
-            if id(u) in ids:
-                check_dense(of_bucket)
-                u.detach_grads(of_bucket)
-            else:
-                u.grads_to_master(of_bucket)
-        self.waiting, self.taken = to_wait, exclusive
-        if not to_wait:
-            self.left = None
-            for u in waited if left is not None else []:
-                u.grad.mul_(left)
-
-    def _fill(self):
-        "Zeros for parameters for which the backward pass has found no gradient."
-        for p in self._held if self.none_is_zero else ():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p, dtype=p.grad_dtype or p.dtype)
-        self.none_is_zero = False
-
-    def _large_buckets(self):
-        return [u for group in self.large for u in group if u.params[0].grad is not None]
-
-    def _without(self, large):
-        if not large:
-            return self.buckets
-        ids = set(map(id, large))
-        return [u for u in self.buckets if id(u) not in ids]
-
-    def _may_pass(self):
-        "Whether large buckets may be stepped one by one: nobody is to see the others alone."
-        if not any(self.large):
-            return False
-        core = core_of(self.opt)
-        if self.opt is not core and type(self.opt).__name__ != "OptimWrapper":
-            return False
-        own = vars(core).get("step")  # a schedule of torch's counts the calls; who knows of others
-        if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-            return False
-        if not isinstance(core, torch.optim.Optimizer):
-            return True
-        hooks = [h for h in core._optimizer_step_pre_hooks.values() if not hasattr(h, "is_guard")]
-        hooks += core._optimizer_step_post_hooks.values()
-        hooks += [*_global_pre_hooks, *_global_post_hooks]
-        special = "capturable", "differentiable"
-        if next(iter(self.masters.master)).device.type != "cpu":
-            special += ("fused",)  # a pass of its own, that leaves its step counts on the device
-        on_device = any(group.get(k) for group in core.param_groups for k in special)
-        return not (hooks or on_device or "found_inf" in vars(core))
-
-    def step(
-        self,
-        *args: Any,  # of the optimizer's step
-    ) -> Any:  # what that returns
-        "Step the masters, and give their weights back to the model."
-        if not (self.waiting or self.taken):
-            self.grads_to_master()
-        self.sync_written()
-        large = [] if args or not self._may_pass() else self._large_buckets()
-        if self.waiting and not large:  # a hook has come since, or a closure
-            self.grads_to_master()
-            if self.found is not None and self.found.item() > 0:
-                return None
-        if self.one_pass is not None and not large:
-            self.one_pass.undo_counts()
-        rest = self.buckets
-        self.masters.is_stepping = True
-        try:
-            if large and self._step_large(large):
-                rest = self._without(large)
-                done = self._step_rest(large)
-                self._count()
-                return done
-            return self.opt.step(*args)
-        finally:
-            self.taken = False  # from here on anybody may put others there
-            self._master_to_model(rest)
-
-    def sync_written(self) -> None:
-        "Take over what was written into the model's weights since the last step."
-        if not self.is_as_written():
-            self.reclaim()
-            self.masters.sync_from_model()
-            self.move_states()
-            self.grads_to_master()
-            self._versions, self._places = self._see_params(), self._see_places()
-            self._noted.clear()
-            self.note_weights_of(self._held + self._others)
-
-    def move_states(self) -> None:
-        "Move each state to the device of its parameter; step counts stay on the host."
-        core = core_of(self.reclaim())
-        lists = param_lists(core)
-        groups = core.param_groups if isinstance(core, torch.optim.Optimizer) else [{}] * len(lists)
-        for group, ps in zip(groups, lists, strict=True):
-            all_move = group.get("capturable") or group.get("fused")
-            for p, state in ((p, core.state[p]) for p in ps if p in core.state):
-                for k, v in state.items():
-                    moves = all_move or k != "step" and getattr(v, "shape", None) == p.shape
-                    if moves and isinstance(v, Tensor) and v.device != p.device:
-                        state[k] = v.to(p.device)
-
-    def is_as_written(self) -> bool:
-        "Whether the model's weights are those that a step has given to it."
-        return self._versions == self._see_params() and self._places == self._see_places()
-
-    def _step_large(self, large):
-        "Step these buckets in one pass over memory each. False if that cannot be: nothing is done."
-        core, ids = core_of(self.opt), set(map(id, large))
-        groups = [[u for u in group if id(u) in ids] for group in self.large]
-        try:
-            self.one_pass.undo_counts()
-            self.one_pass.step(groups, self._try_step, core.state, self.left, self.found)
-        except NotElementwise as e:
-            notice_once(f"{type(core).__name__} is not stepped in one pass over memory: {e}")
-            self.one_pass = None
-            self.large = []
-            self.grads_to_master()
-            return False
-        return True
-
-    def _try_step(self, lists, state):
-        "Step a copy of the optimizer over other parameters; returns their states."
-        core = core_of(self.opt)
-        probe = copy_over(core, lists, hyper_groups(core), state)
-        type(core).step(probe)
-        pairs = [
-            *zip(hyper_groups(core), hyper_groups(probe), strict=True),
-            (vars(core), vars(probe)),
-        ]
-        self._counted = [(held, state_changes(held, now)) for held, now in pairs]
-        return probe.state
-
-    def _count(self):
-        "Let the optimizer's groups count what the copy of it has counted, if no step of it has."
-        for held, changes in self._counted:
-            new = {k: v for k, (v, was) in changes.items() if held.get(k, ABSENT) is was}
-            if new and self.found is not None:
-                before = {k: held.get(k, ABSENT) for k in new}
-                self.one_pass.keep(held, before, self.found > 0)
-            held.update(new)
-        self._counted = []
-
-    def _step_rest(self, large):
-        "Have the optimizer itself step what is left."
-        core, done = core_of(self.opt), {u.master for u in large}
-        lists = save_lists(core)
-        rest = [[m for m in ms if m not in done] for ms in param_lists(core)]
-        if not any(rest):
-            core._opt_called = True  # for torch's schedules
-            return None
-        set_lists(core, rest)
-        try:
-            return self.opt.step()
-        finally:
-            set_lists(core, lists)
-
-    def master_to_model(self) -> None:
-        "Write the masters that were stepped into the model, rounded to its dtype."
-        self._master_to_model(self.buckets)
-
-    @torch.no_grad()
-    def _master_to_model(self, buckets):
-        if buckets is not self.buckets:
-            params, weights = _copies(buckets)
-        else:
-            params, weights = self._pairs = self._pairs or _copies(buckets)
-        if params:
-            torch._foreach_copy_(params, weights)
-        self.masters.is_stepping = False
-        self._versions = self._see_params()
-        if None in self._places:
-            self._places = self._see_places()
-
-    def _see_grads(self):
-        return list(map(_get_grad, self._held))
-
-    def _see_params(self):
-        "What changes when somebody writes a weight."
-        return list(map(_get_version, self._held))
-
-    def _see_places(self):
-        "What changes when somebody puts another tensor into a parameter's place."
-        return list(map(Tensor.data_ptr, self._held))
-
-    @torch.no_grad()
-    def zero_grad(
-        self,
-        set_to_none: bool
-        | None = None,  # default as the optimizer's library: fastai False, torch True
-    ) -> None:
-        "Clear the gradients of model and masters."
-        self.unscaled = False
-        if set_to_none is None:
-            set_to_none = isinstance(core_of(self.opt), torch.optim.Optimizer)
-        for u in self.waiting:
-            u.left = None
-        self.waiting, self.left, self.found, self.taken = [], None, None, False
-        if self.may_wait and not set_to_none and self.buckets is not None and not self.every:
-            large = self._large_buckets()
-            for p in (p for u in large for p in u.params):
-                p.grad = None  # new ones cost less than to fill and to add to the old ones
-            self.none_is_zero = self.none_is_zero or bool(large)  # of a second call none are left
-            return _zero_(
-                [u.master.grad for u in self._without(large) if u.master.grad is not None]
-            )
-        grads = self._see_grads()
-        if not set_to_none and self._is_current(grads):
-            return self._zero_buckets(iter(grads))
-        for u in self.buckets or []:
-            u.detach_grads()
-        params = [p for ps in self._lists or param_lists(core_of(self.opt)) for p in ps]
-        if set_to_none:
-            for p in params:
-                p.grad = None
-        else:
-            _zero_([p.grad for p in params if p.grad is not None])
-
-    def _zero_buckets(self, grads):
-        "Zero a bucket's gradient as one; gradients that nobody has taken yet are not in it."
-        to_zero = []
-        for u in self.buckets:
-            of_bucket = list(islice(grads, len(u.params)))
-            if u.master.grad is not None:
-                to_zero.append(u.master.grad)
-            if u.master.grad is None or not u.has(of_bucket):
-                to_zero += [g for g in of_bucket if g is not None]
-        _zero_(to_zero)
-
-    def keep_half_grads(
-        self,
-        loss: Tensor | None,  # of the backward pass to come; None: nowhere
-    ) -> None:
-        """Leave gradients of large vectors in the 16 bits in which they come, where that is exact.
-
-        What is used twice has a sum for its gradient, and sums are taken in 32 bits.
-        """
-        self.may_wait, self.taken = loss is not None, False
-        if loss is None or not (self.buckets is None or self._may_pass()):
-            self._stay_for, self._stay = None, []
-            self.masters.keep_half_grads([])
-        elif self._stay_for is not self.buckets or self.buckets is None:
-            once = single_use_params(loss)
-            self._stay_for = self.buckets
-            self._stay = [p for p in self._in_large_vectors() if p in once]
-            self.masters.keep_half_grads(self._stay)
-        if any(map(is_not, map(_get_grad, self._stay), repeat(None))):  # they are added to
-            for p in self._stay:
-                if p.grad is not None and p.grad.itemsize == 2:
-                    p.grad = p.grad.float()
-
-    def _in_large_vectors(self):
-        if self.buckets is not None:
-            return [p for group in self.large for u in group for p in u.params]
-        if self.one_pass is None:
-            return []
-        params, vectors = self.masters.layouts.get(self, ([], []))
-        pairs = zip(params, vectors, strict=True)  # no gradient yet, so no buckets
-        return [p for ps, vs in pairs if len(vs) == 1 and _is_large_vector(vs[0]) for p in ps]
-
-    def rescale(
-        self,
-        scale: float,  # > 0
-    ) -> None:
-        "Scale the gradients by hand: what is to be added to them, or has been, is scaled as well."
-        if self.waiting:
-            self.grads_to_master()
-        self.keep_half_grads(None)  # in 16 bits some would be rounded to zero
-        lists = self._lists or param_lists(core_of(self.opt))
-        for g in [p.grad for ps in lists for p in ps if p.grad is not None]:
-            g.mul_(scale)  # the masters' gradients are the same memory
-        self.unscaled = False
-
-    def update_paths(self) -> dict[str, int]:
-        "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
-        paths, found = self.one_pass.paths if self.one_pass is not None else {}, Counter()
-        for u in self.buckets or []:
-            found[paths.get(u.master, "by the optimizer")] += u.master.numel()
-        return dict(found)
-
-    def nonfinite_names(self) -> list[str]:
-        "The model's names for the parameters whose gradients hold inf or nan. Sync: a number each."
-        names = {p: name for name, p in self.masters.model.named_parameters()}
-        params = [p for u in self.buckets or [] for p in u.params if p.grad is not None]
-        return [
-            names.get(p, "a parameter outside the model") for p in params if not is_finite(p.grad)
-        ]
-
-    def state_dict(self) -> dict:
-        "The optimizer's state per model parameter, the loss scale's and the layer scales'."
-        state = map_tensors(as_own_storage, self.reclaim().state_dict())
-        if self.layers is not None:
-            state = {**state, "layer_scales": self.layers.state_dict()}
-        return state if self.scaler is None else {**state, "loss_scale": self.scaler.state_dict()}
-
-    def load_state_dict(
-        self,
-        state_dict: dict,  # of this, or of a plain optimizer over a 32-bit model
-    ) -> None:
-        """Load the optimizer's state, and the loss scale's where it is there.
-
-        Raises: whatever the optimizer raises, ValueError for the state of one that knows less;
-        then the optimizer is what it was.
-        """
-        state, core = dict(state_dict), core_of(self.reclaim())
-        scale, layers = state.pop("loss_scale", None), state.pop("layer_scales", None)
-        if scale and self.scaler is not None:
-            self.scaler.check_state(scale)
-        hypers, lists = hyper_names(core), [list(ps) for ps in param_lists(core)]
-        before = [(o, dict(vars(o))) for o in (self.opt, core)]
-        try:
-            if isinstance(core, torch.optim.Optimizer):
-                self._load_torch(core, state)
-            else:
-                self.opt.load_state_dict(state)
-            _check_shapes(core)
-            missing = [k for a, b in zip(hypers, hyper_names(core), strict=True) for k in a - b]
-            if missing:
-                raise ValueError(f"the state is of another optimizer: it has no {missing[0]!r}")
-        except Exception:
-            for o, attrs in before:
-                vars(o).clear()
-                vars(o).update(attrs)
-            set_lists(core, lists)
-            raise
-        if scale and self.scaler is not None:
-            self.scaler.load_state_dict(scale)
-        if layers and self.layers is not None:
-            if set(layers["scales"]) == set(self.layers.layer_scales):
-                self.layers.load_state_dict(layers)
-            else:
-                notice_once("the file has scales of other layers: those of now are kept")
-
-    def _load_torch(self, core, state):
-        # torch casts a state to its parameter's dtype: it has to see the float32 masters
-        lists = [list(ps) for ps in param_lists(core)]
-        model = {self.masters.master.get(p, p): p for ps in lists for p in ps}
-        master = {p: m for m, p in model.items()}
-        set_lists(core, [[master[p] for p in ps] for ps in lists])
-        try:
-            core.load_state_dict(state)
-        finally:
-            set_lists(core, lists)
-            core.state = defaultdict(dict, {model.get(m, m): s for m, s in core.state.items()})
-
 
 def _of_nobody(state):
     "What an optimizer keeps in its state beside the parameters', such as a count of its own."
@@ -693,3 +216,553 @@ class HeldMasters:
     def nonfinite_names(self) -> list[str]:
         "The model's names for the parameters whose gradients hold inf or nan."
         return self.opt.nonfinite_names()
+
+# %% ../../nbs/engine/14_optim.ipynb #d4f41324
+@patch
+def lend(self: OptimizerOnMasters) -> None:
+    "Hand the optimizer the masters of all parameters that have a gradient."
+    if self._is_current(self._see_grads()):
+        return
+    self.reclaim()
+    core = core_of(self.opt)
+    lists = [list(ps) for ps in param_lists(core)]
+    state = self._fold_slow_weights(lists, core.state)
+    self.masters.lay_out(lists, self)
+    groups = [
+        self.masters.buckets(i, ps, lambda p: _signature(p, state.get(p, {})), self, self.every)
+        for i, ps in enumerate(lists)
+    ]
+    buckets = [u for group in groups for u in group]
+    held = {p for u in buckets for p in u.params}
+    lent = {u.master: u.join([state.get(p, {}) for p in u.params]) for u in buckets}
+    lent |= _of_nobody(state)
+    self._rest = {p: s for p, s in state.items() if p not in held}
+    self._lists, self.buckets = save_lists(core), buckets
+    self._hold([p for u in buckets for p in u.params])
+    self._others = [p for ps in lists for p in ps if p not in held]
+    if self.one_pass is not None:
+        self.large = [[u for u in group if _is_large(u)] for group in groups]
+    self._put(core, [[u.master for u in group] for group in groups], lent)
+    _rename_inner_states(core, {p: u.master for u in buckets for p in u.params})
+
+
+@patch
+def reclaim(self: OptimizerOnMasters) -> Any:  # the optimizer
+    "Hand the optimizer the model's parameters, each with its own state."
+    if self.buckets is not None:
+        self._settle()
+        if self.one_pass is not None:
+            self.one_pass.undo_counts()
+        core = core_of(self.opt)
+        lent = self._fold_slow_weights(param_lists(core), core.state)
+        state = self._rest | _of_nobody(lent)
+        for u in self.buckets:
+            if lent.get(u.master):
+                state |= zip(u.params, u.split(lent[u.master]), strict=True)
+        self._put(core, self._lists, state)
+        _rename_inner_states(core, {u.master: p for u in self.buckets for p in u.params})
+        self.buckets = self._lists = self._rest = self._pairs = None
+        self._held, self._others, self.large, self.taken = [], [], [], False
+    return self.opt
+
+
+@patch
+def detach(self: OptimizerOnMasters) -> None:
+    "Leave the optimizer to the model, each state in a storage of its own."
+    self.reclaim()
+    core = core_of(self.opt)
+    core.state = defaultdict(dict, map_tensors(as_own_storage, dict(core.state)))
+
+
+@patch
+def _settle(self: OptimizerOnMasters):
+    "Make what is left for the step's pass true for everybody."
+    if self.none_is_zero:
+        for u in (u for group in self.large for u in group):
+            for p, zeros in zip(u.params, u.grads, strict=True):
+                if p.grad is None:
+                    p.grad = zeros.zero_()
+        self.none_is_zero = False
+    waiting, left, self.waiting, self.left = self.waiting, self.left, [], None
+    for u in waiting:  # maybe after an interrupt; others may have cleared some since
+        u.take_left(left)
+
+
+@patch
+def _put(self: OptimizerOnMasters, core, lists, state):
+    set_lists(core, lists)
+    self._unfold_slow_weights(lists, state)
+    core.state = defaultdict(dict, state)
+
+
+@patch
+def _hold(self: OptimizerOnMasters, params):
+    if len(params) != len(self._seen) or any(map(is_not, params, self._seen)):
+        if None not in self._versions:  # layers used in turn: each as the last step left it
+            now = zip(self._versions, self._places, strict=True)
+            self._noted.update(zip(self._seen, now, strict=True))
+        known = [self._noted.get(p, (None, None)) for p in params]
+        self._versions, self._places = map(list, zip(*known, strict=True)) if known else ([], [])
+        self._seen = params
+    self._held = params
+
+
+@patch
+def _is_current(self: OptimizerOnMasters, grads):
+    "Whether buckets are of what has a gradient now: `grads` are those of `_held`."
+    if self.buckets is None:
+        return False
+    if self.every:
+        return all(len({p.grad is None for p in u.params}) == 1 for u in self.buckets)
+    if any(p.grad is not None for p in self._others):
+        return False
+    return self.none_is_zero or not any(map(is_, grads, repeat(None)))
+
+# %% ../../nbs/engine/14_optim.ipynb #3496afa0
+@patch
+def _fold_slow_weights(self: OptimizerOnMasters, lists, state):
+    slow = vars(self.opt).get("slow_weights")
+    if slow is None:
+        return state
+    pairs = [
+        (p, s) for ps, ss in zip(lists, slow, strict=True) for p, s in zip(ps, ss, strict=True)
+    ]
+    return {p: {**state.get(p, {}), "slow_weights": s} for p, s in pairs}
+
+
+@patch
+def _unfold_slow_weights(self: OptimizerOnMasters, lists, state):
+    if vars(self.opt).get("slow_weights") is not None:
+        slow = [[self._slow_weight(p, state.get(p, {})) for p in ps] for ps in lists]
+        self.opt.slow_weights = slow
+
+
+@patch
+def _slow_weight(self: OptimizerOnMasters, p, state):
+    if "slow_weights" in state:
+        return state.pop("slow_weights")
+    return self.masters.master.get(p, p).detach().clone()
+
+# %% ../../nbs/engine/14_optim.ipynb #27252275
+@patch
+def note_weights(self: OptimizerOnMasters) -> None:
+    "Remember the model's weights as those that the masters belong to."
+    self.note_weights_of([p for ps in param_lists(core_of(self.opt)) for p in ps])
+
+
+@patch
+def note_weights_of(self: OptimizerOnMasters, params: list[Parameter]) -> None:
+    "Remember the weights of these, if it is not known what they were."
+    for p in params:
+        self._noted.setdefault(p, (p._version, p.data_ptr()))
+
+
+@patch
+def _see_params(self: OptimizerOnMasters):
+    "What changes when somebody writes a weight."
+    return list(map(_get_version, self._held))
+
+
+@patch
+def _see_places(self: OptimizerOnMasters):
+    "What changes when somebody puts another tensor into a parameter's place."
+    return list(map(Tensor.data_ptr, self._held))
+
+
+@patch
+def is_as_written(self: OptimizerOnMasters) -> bool:
+    "Whether the model's weights are those that a step has given to it."
+    return self._versions == self._see_params() and self._places == self._see_places()
+
+
+@patch
+def sync_written(self: OptimizerOnMasters) -> None:
+    "Take over what was written into the model's weights since the last step."
+    if not self.is_as_written():
+        self.reclaim()
+        self.masters.sync_from_model()
+        self.move_states()
+        self.grads_to_master()
+        self._versions, self._places = self._see_params(), self._see_places()
+        self._noted.clear()
+        self.note_weights_of(self._held + self._others)
+
+
+@patch
+def move_states(self: OptimizerOnMasters) -> None:
+    "Move each state to the device of its parameter; step counts stay on the host."
+    core = core_of(self.reclaim())
+    lists = param_lists(core)
+    groups = core.param_groups if isinstance(core, torch.optim.Optimizer) else [{}] * len(lists)
+    for group, ps in zip(groups, lists, strict=True):
+        all_move = group.get("capturable") or group.get("fused")
+        for p, state in ((p, core.state[p]) for p in ps if p in core.state):
+            for k, v in state.items():
+                moves = all_move or k != "step" and getattr(v, "shape", None) == p.shape
+                if moves and isinstance(v, Tensor) and v.device != p.device:
+                    state[k] = v.to(p.device)
+
+# %% ../../nbs/engine/14_optim.ipynb #382a4ad1
+@patch
+def grads_to_master(
+    self: OptimizerOnMasters,
+    exclusive: bool = False,  # nobody looks before `step`: those of large vectors wait for it
+) -> None:
+    "Make the model's gradients the masters', in float32."
+    grads = self._see_grads()  # once: to visit each of many parameters takes its time
+    if not self._is_current(grads) or self.none_is_zero:
+        self.lend()
+        self._fill()
+        grads = self._see_grads()
+    waited, left, self.waiting = self.waiting, self.left, []
+    if self.one_pass is not None:
+        self.one_pass.gathered = {}
+    to_wait = self._large_buckets() if exclusive and self._may_pass() else []
+    ids, grads = set(map(id, to_wait)), iter(grads)
+    for u in self.buckets:
+        of_bucket = list(islice(grads, len(u.params)))
+        if id(u) in ids:
+            check_dense(of_bucket)
+            u.detach_grads(of_bucket)
+        else:
+            u.grads_to_master(of_bucket)
+    self.waiting, self.taken = to_wait, exclusive
+    if not to_wait:
+        self.left = None
+        for u in waited if left is not None else []:
+            u.grad.mul_(left)
+
+
+@patch
+def _see_grads(self: OptimizerOnMasters):
+    return list(map(_get_grad, self._held))
+
+
+@patch
+def _fill(self: OptimizerOnMasters):
+    "Zeros for parameters for which the backward pass has found no gradient."
+    for p in self._held if self.none_is_zero else ():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype or p.dtype)
+    self.none_is_zero = False
+
+
+@patch
+def _large_buckets(self: OptimizerOnMasters):
+    return [u for group in self.large for u in group if u.params[0].grad is not None]
+
+
+@patch
+def _without(self: OptimizerOnMasters, large):
+    if not large:
+        return self.buckets
+    ids = set(map(id, large))
+    return [u for u in self.buckets if id(u) not in ids]
+
+
+@patch
+def _may_pass(self: OptimizerOnMasters):
+    "Whether large buckets may be stepped one by one: nobody is to see the others alone."
+    if not any(self.large):
+        return False
+    core = core_of(self.opt)
+    if self.opt is not core and type(self.opt).__name__ != "OptimWrapper":
+        return False
+    own = vars(core).get("step")  # a schedule of torch's counts the calls; who knows of others
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return False
+    if not isinstance(core, torch.optim.Optimizer):
+        return True
+    hooks = [h for h in core._optimizer_step_pre_hooks.values() if not hasattr(h, "is_guard")]
+    hooks += core._optimizer_step_post_hooks.values()
+    hooks += [*_global_pre_hooks, *_global_post_hooks]
+    special = "capturable", "differentiable"
+    if next(iter(self.masters.master)).device.type != "cpu":
+        special += ("fused",)  # a pass of its own, that leaves its step counts on the device
+    on_device = any(group.get(k) for group in core.param_groups for k in special)
+    return not (hooks or on_device or "found_inf" in vars(core))
+
+# %% ../../nbs/engine/14_optim.ipynb #7a7268df
+@patch
+def keep_half_grads(
+    self: OptimizerOnMasters,
+    loss: Tensor | None,  # of the backward pass to come; None: nowhere
+) -> None:
+    """Leave gradients of large vectors in the 16 bits in which they come, where that is exact.
+
+    What is used twice has a sum for its gradient, and sums are taken in 32 bits.
+    """
+    self.may_wait, self.taken = loss is not None, False
+    if loss is None or not (self.buckets is None or self._may_pass()):
+        self._stay_for, self._stay = None, []
+        self.masters.keep_half_grads([])
+    elif self._stay_for is not self.buckets or self.buckets is None:
+        once = single_use_params(loss)
+        self._stay_for = self.buckets
+        self._stay = [p for p in self._in_large_vectors() if p in once]
+        self.masters.keep_half_grads(self._stay)
+    if any(map(is_not, map(_get_grad, self._stay), repeat(None))):  # they are added to
+        for p in self._stay:
+            if p.grad is not None and p.grad.itemsize == 2:
+                p.grad = p.grad.float()
+
+
+@patch
+def _in_large_vectors(self: OptimizerOnMasters):
+    if self.buckets is not None:
+        return [p for group in self.large for u in group for p in u.params]
+    if self.one_pass is None:
+        return []
+    params, vectors = self.masters.layouts.get(self, ([], []))
+    pairs = zip(params, vectors, strict=True)  # no gradient yet, so no buckets
+    return [p for ps, vs in pairs if len(vs) == 1 and _is_large_vector(vs[0]) for p in ps]
+
+
+@patch
+def rescale(
+    self: OptimizerOnMasters,
+    scale: float,  # > 0
+) -> None:
+    "Scale the gradients by hand: what is to be added to them, or has been, is scaled as well."
+    if self.waiting:
+        self.grads_to_master()
+    self.keep_half_grads(None)  # in 16 bits some would be rounded to zero
+    lists = self._lists or param_lists(core_of(self.opt))
+    for g in [p.grad for ps in lists for p in ps if p.grad is not None]:
+        g.mul_(scale)  # the masters' gradients are the same memory
+    self.unscaled = False
+
+# %% ../../nbs/engine/14_optim.ipynb #50e0c6ab
+@patch
+def step(
+    self: OptimizerOnMasters,
+    *args: Any,  # of the optimizer's step
+) -> Any:  # what that returns
+    "Step the masters, and give their weights back to the model."
+    if not (self.waiting or self.taken):
+        self.grads_to_master()
+    self.sync_written()
+    large = [] if args or not self._may_pass() else self._large_buckets()
+    if self.waiting and not large:  # a hook has come since, or a closure
+        self.grads_to_master()
+        if self.found is not None and self.found.item() > 0:
+            return None
+    if self.one_pass is not None and not large:
+        self.one_pass.undo_counts()
+    rest = self.buckets
+    self.masters.is_stepping = True
+    try:
+        if large and self._step_large(large):
+            rest = self._without(large)
+            done = self._step_rest(large)
+            self._count()
+            return done
+        return self.opt.step(*args)
+    finally:
+        self.taken = False  # from here on anybody may put others there
+        self._master_to_model(rest)
+
+
+@patch
+def _step_large(self: OptimizerOnMasters, large):
+    "Step these buckets in one pass over memory each. False if that cannot be: nothing is done."
+    core, ids = core_of(self.opt), set(map(id, large))
+    groups = [[u for u in group if id(u) in ids] for group in self.large]
+    try:
+        self.one_pass.undo_counts()
+        self.one_pass.step(groups, self._try_step, core.state, self.left, self.found)
+    except NotElementwise as e:
+        notice_once(f"{type(core).__name__} is not stepped in one pass over memory: {e}")
+        self.one_pass = None
+        self.large = []
+        self.grads_to_master()
+        return False
+    return True
+
+
+@patch
+def _try_step(self: OptimizerOnMasters, lists, state):
+    "Step a copy of the optimizer over other parameters; returns their states."
+    core = core_of(self.opt)
+    probe = copy_over(core, lists, hyper_groups(core), state)
+    type(core).step(probe)
+    pairs = [
+        *zip(hyper_groups(core), hyper_groups(probe), strict=True),
+        (vars(core), vars(probe)),
+    ]
+    self._counted = [(held, state_changes(held, now)) for held, now in pairs]
+    return probe.state
+
+
+@patch
+def _count(self: OptimizerOnMasters):
+    "Let the optimizer's groups count what the copy of it has counted, if no step of it has."
+    for held, changes in self._counted:
+        new = {k: v for k, (v, was) in changes.items() if held.get(k, ABSENT) is was}
+        if new and self.found is not None:
+            before = {k: held.get(k, ABSENT) for k in new}
+            self.one_pass.keep(held, before, self.found > 0)
+        held.update(new)
+    self._counted = []
+
+
+@patch
+def _step_rest(self: OptimizerOnMasters, large):
+    "Have the optimizer itself step what is left."
+    core, done = core_of(self.opt), {u.master for u in large}
+    lists = save_lists(core)
+    rest = [[m for m in ms if m not in done] for ms in param_lists(core)]
+    if not any(rest):
+        core._opt_called = True  # for torch's schedules
+        return None
+    set_lists(core, rest)
+    try:
+        return self.opt.step()
+    finally:
+        set_lists(core, lists)
+
+
+@patch
+def master_to_model(self: OptimizerOnMasters) -> None:
+    "Write the masters that were stepped into the model, rounded to its dtype."
+    self._master_to_model(self.buckets)
+
+
+@patch
+@torch.no_grad()
+def _master_to_model(self: OptimizerOnMasters, buckets):
+    if buckets is not self.buckets:
+        params, weights = _copies(buckets)
+    else:
+        params, weights = self._pairs = self._pairs or _copies(buckets)
+    if params:
+        torch._foreach_copy_(params, weights)
+    self.masters.is_stepping = False
+    self._versions = self._see_params()
+    if None in self._places:
+        self._places = self._see_places()
+
+# %% ../../nbs/engine/14_optim.ipynb #80deea5e
+@patch
+@torch.no_grad()
+def zero_grad(
+    self: OptimizerOnMasters,
+    set_to_none: bool | None = None,  # default as the optimizer's library: fastai False, torch True
+) -> None:
+    "Clear the gradients of model and masters."
+    self.unscaled = False
+    if set_to_none is None:
+        set_to_none = isinstance(core_of(self.opt), torch.optim.Optimizer)
+    for u in self.waiting:
+        u.left = None
+    self.waiting, self.left, self.found, self.taken = [], None, None, False
+    if self.may_wait and not set_to_none and self.buckets is not None and not self.every:
+        large = self._large_buckets()
+        for p in (p for u in large for p in u.params):
+            p.grad = None  # new ones cost less than to fill and to add to the old ones
+        self.none_is_zero = self.none_is_zero or bool(large)  # of a second call none are left
+        return _zero_([u.master.grad for u in self._without(large) if u.master.grad is not None])
+    grads = self._see_grads()
+    if not set_to_none and self._is_current(grads):
+        return self._zero_buckets(iter(grads))
+    for u in self.buckets or []:
+        u.detach_grads()
+    params = [p for ps in self._lists or param_lists(core_of(self.opt)) for p in ps]
+    if set_to_none:
+        for p in params:
+            p.grad = None
+    else:
+        _zero_([p.grad for p in params if p.grad is not None])
+
+
+@patch
+def _zero_buckets(self: OptimizerOnMasters, grads):
+    "Zero a bucket's gradient as one; gradients that nobody has taken yet are not in it."
+    to_zero = []
+    for u in self.buckets:
+        of_bucket = list(islice(grads, len(u.params)))
+        if u.master.grad is not None:
+            to_zero.append(u.master.grad)
+        if u.master.grad is None or not u.has(of_bucket):
+            to_zero += [g for g in of_bucket if g is not None]
+    _zero_(to_zero)
+
+# %% ../../nbs/engine/14_optim.ipynb #d61b2ad1
+@patch
+def state_dict(self: OptimizerOnMasters) -> dict:
+    "The optimizer's state per model parameter, the loss scale's and the layer scales'."
+    state = map_tensors(as_own_storage, self.reclaim().state_dict())
+    if self.layers is not None:
+        state = {**state, "layer_scales": self.layers.state_dict()}
+    return state if self.scaler is None else {**state, "loss_scale": self.scaler.state_dict()}
+
+
+@patch
+def load_state_dict(
+    self: OptimizerOnMasters,
+    state_dict: dict,  # of this, or of a plain optimizer over a 32-bit model
+) -> None:
+    """Load the optimizer's state, and the loss scale's where it is there.
+
+    Raises: whatever the optimizer raises, ValueError for the state of one that knows less;
+    then the optimizer is what it was.
+    """
+    state, core = dict(state_dict), core_of(self.reclaim())
+    scale, layers = state.pop("loss_scale", None), state.pop("layer_scales", None)
+    if scale and self.scaler is not None:
+        self.scaler.check_state(scale)
+    hypers, lists = hyper_names(core), [list(ps) for ps in param_lists(core)]
+    before = [(o, dict(vars(o))) for o in (self.opt, core)]
+    try:
+        if isinstance(core, torch.optim.Optimizer):
+            self._load_torch(core, state)
+        else:
+            self.opt.load_state_dict(state)
+        _check_shapes(core)
+        missing = [k for a, b in zip(hypers, hyper_names(core), strict=True) for k in a - b]
+        if missing:
+            raise ValueError(f"the state is of another optimizer: it has no {missing[0]!r}")
+    except Exception:
+        for o, attrs in before:
+            vars(o).clear()
+            vars(o).update(attrs)
+        set_lists(core, lists)
+        raise
+    if scale and self.scaler is not None:
+        self.scaler.load_state_dict(scale)
+    if layers and self.layers is not None:
+        if set(layers["scales"]) == set(self.layers.layer_scales):
+            self.layers.load_state_dict(layers)
+        else:
+            notice_once("the file has scales of other layers: those of now are kept")
+
+
+@patch
+def _load_torch(self: OptimizerOnMasters, core, state):
+    # torch casts a state to its parameter's dtype: it has to see the float32 masters
+    lists = [list(ps) for ps in param_lists(core)]
+    model = {self.masters.master.get(p, p): p for ps in lists for p in ps}
+    master = {p: m for m, p in model.items()}
+    set_lists(core, [[master[p] for p in ps] for ps in lists])
+    try:
+        core.load_state_dict(state)
+    finally:
+        set_lists(core, lists)
+        core.state = defaultdict(dict, {model.get(m, m): s for m, s in core.state.items()})
+
+
+@patch
+def update_paths(self: OptimizerOnMasters) -> dict[str, int]:
+    "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
+    paths, found = self.one_pass.paths if self.one_pass is not None else {}, Counter()
+    for u in self.buckets or []:
+        found[paths.get(u.master, "by the optimizer")] += u.master.numel()
+    return dict(found)
+
+
+@patch
+def nonfinite_names(self: OptimizerOnMasters) -> list[str]:
+    "The model's names for the parameters whose gradients hold inf or nan. Sync: a number each."
+    names = {p: name for name, p in self.masters.model.named_parameters()}
+    params = [p for u in self.buckets or [] for p in u.params if p.grad is not None]
+    return [names.get(p, "a parameter outside the model") for p in params if not is_finite(p.grad)]
