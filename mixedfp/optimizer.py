@@ -397,7 +397,7 @@ def zero_grad(
 ) -> None:
     "Clear the gradients of model and masters."
     self._on.zero_grad(set_to_none)
-    self._buffers.clear()
+    self._buffers.clear(set_to_none)
     self._taker.listen(self._params())  # something may have been unfrozen
 
 # %% ../nbs/07_optimizer.ipynb #00d332f6

@@ -163,13 +163,16 @@ class IterationBuffers:
         now = [(id(g), g._version) for g in grads]
         return now != [(id(g), version) for g, version in self._zeros]
 
-    def clear(self) -> None:
+    def clear(
+        self,
+        set_to_none: bool,  # as given to `zero_grad`: then no gradient is left to look at
+    ) -> None:
         "Begin anew with the next pass: the gradients were cleared, maybe to zeros."
         if not self.is_within_step:
-            self.is_cleared = True
-            grads = [p.grad for p in self.params() if p.grad is not None]
-            has_graph = self._token() is not None
-            self._zeros = [(g, g._version) for g in grads] if has_graph else None
+            self.is_cleared, self._zeros = True, None
+            if self._token() is not None:
+                grads = [] if set_to_none else [p.grad for p in self.params()]
+                self._zeros = [(g, g._version) for g in grads if g is not None]
 
     def _save(self):
         self._has_begun = True
