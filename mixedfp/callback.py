@@ -22,6 +22,7 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 
 from .engine.copies import check_free
+from .engine.torch_private import at_end_of_backward, forward_hooks, remove_hooks
 from .formats import MixedPrecisionError
 from .nested import check_flag, check_positive
 from .scaler import LossScaler
@@ -180,7 +181,7 @@ class MixedPrecision(Callback):
 
     def _guard(self):
         "Be told of other Learners that train the model."
-        hooks = self.learn.model._forward_pre_hooks.values()
+        hooks = forward_hooks(self.learn.model)[0].values()
         if self.mixed.dtype != torch.float32 and not any(isinstance(h, _OneLearner) for h in hooks):
             self.learn.model.register_forward_pre_hook(_OneLearner(self))
 
@@ -212,10 +213,7 @@ class MixedPrecision(Callback):
         if self.mixed.has_opt and self.learn.opt is self.mixed.opt:
             self.learn.opt = self.mixed.opt.reclaim()
         for m in self.learn.model.modules():  # the model may be inside of another one by now
-            hooks = m._forward_pre_hooks
-            for k in [k for k, hook in hooks.items() if isinstance(hook, _OneLearner)]:
-                if hooks[k].cb() in (self, None):
-                    del hooks[k]
+            remove_hooks(m, lambda h: isinstance(h, _OneLearner) and h.cb() in (self, None))
         if self.mixed.is_attached:
             self.mixed.detach()
             self._reset_states()
@@ -269,8 +267,7 @@ class MixedPrecision(Callback):
 
     def _after_this_backward(self, grad):
         "As the backward pass begins: at its end others may put gradients of any dtype there."
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self.mixed.masters.take_any_grads)
+        at_end_of_backward(self.mixed.masters.take_any_grads)
 
     def _is_watched(self):
         "Whether somebody may look at gradients on their way: then all are 32-bit and unscaled."

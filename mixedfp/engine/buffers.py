@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from .torch_private import module_of_call
 from ..nested import map_tensors
 
 # %% ../../nbs/engine/15_buffers.ipynb #e6914cf3
@@ -139,9 +140,8 @@ class IterationBuffers:
         "Whether a pass has called the one that begins; no hook is called for one that has raised."
         frame, n = sys._getframe(1), 0
         while frame is not None and n < 2:
-            if frame.f_code.co_name == "_call_impl":
-                m = frame.f_locals.get("self")
-                n += any(m is called for called in self._called)
+            m = module_of_call(frame)
+            n += any(m is called for called in self._called)
             frame = frame.f_back
         return n > 1
 
