@@ -3,6 +3,7 @@
 A new release that drops a name fails here first; the message says which name, and who uses it.
 """
 
+import ast
 import copy
 import functools
 import inspect
@@ -480,6 +481,37 @@ def test_each_name_has_a_canary_and_a_user():
     """Nothing is kept that no module needs, and nothing goes without a test."""
     assert set(private.__all__) <= CANARIES.keys()
     assert [name for name in CANARIES if not users(name)] == []
+
+
+def private_names(text, known):
+    """Yield the private names of PyTorch that a module's `text` uses."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            root = ast.unparse(node).split(".")[0]
+            if node.attr in known or (root == "torch" and re.match("_[^_]", node.attr)):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Constant) and node.value in known:
+            yield node.value
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from (name for name in names if name.startswith("_"))
+
+
+def test_private_names_stand_in_one_place():
+    """But for the scaler's, which overrides private methods; and frames are Python's."""
+    known = set(re.findall(r"\b_[a-z]\w+", inspect.getsource(private))) - {
+        *DOCUMENTED,
+        "_all_",
+        "_getframe",
+    }
+    assert {"_opt_called", "_orig_mod", "_active_ddp_module"} <= known
+    found = {
+        module: sorted(set(private_names(text, known)))
+        for module, text in modules().items()
+        if module != "scaler"
+    }
+    assert {module: names for module, names in found.items() if names} == {}
+    assert list(private_names("torch.nn._x\nfrom torch._y import z\na._orig_mod", known))
 
 
 def test_a_missing_name_is_named(monkeypatch):
