@@ -12,7 +12,6 @@ __all__ = ['NORMS', 'STEP_HOOKS', 'outside_of_dynamo', 'uncompiled', 'sequence_n
 
 # %% ../../nbs/engine/00_torch_private.ipynb #3764d45c
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -195,7 +194,7 @@ def apply_to_own(module: nn.Module, f: Callable[[Tensor], Tensor]) -> None:
     module._apply(f, recurse=False)
 
 
-def forward_hooks(module: nn.Module) -> tuple[OrderedDict, OrderedDict]:
+def forward_hooks(module: nn.Module) -> tuple[dict, dict]:
     """Return the hooks of `module` before its forward pass, and those after it, by their ids.
 
     Hooks are registered in public, and found in private.
@@ -218,7 +217,7 @@ def remove_hooks(module: nn.Module, is_ours: Callable[[Any], Any]) -> None:
                 held.pop(k, None)
 
 
-def state_dict_hooks(module: nn.Module) -> tuple[OrderedDict, OrderedDict, OrderedDict]:
+def state_dict_hooks(module: nn.Module) -> tuple[dict, dict, dict]:
     """Return the hooks after `state_dict`, before and after `load_state_dict`, by their ids.
 
     Hooks are registered in public, and found in private. Seen in 2.10 to 2.15:
