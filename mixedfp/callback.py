@@ -181,9 +181,10 @@ class MixedPrecision(Callback):
 
     def _guard(self):
         "Be told of other Learners that train the model."
-        hooks = forward_hooks(self.learn.model)[0].values()
+        model: Any = self.learn.model
+        hooks = forward_hooks(model)[0].values()
         if self.mixed.dtype != torch.float32 and not any(isinstance(h, _OneLearner) for h in hooks):
-            self.learn.model.register_forward_pre_hook(_OneLearner(self))
+            model.register_forward_pre_hook(_OneLearner(self))
 
     def _hold(self):
         "Have the Learner's optimizer step the masters, and each that it makes from here on."
