@@ -18,7 +18,7 @@ from fastai.callback.core import Callback, CancelFitException, CancelStepExcepti
 from fastai.callback.fp16 import MixedPrecision as AutocastMixedPrecision
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner
-from fastcore.basics import patch
+from fastcore.basics import patch, patch_to
 from fastcore.meta import delegates
 
 from .formats import MixedPrecisionError
@@ -370,32 +370,32 @@ def __repr__(self: MixedPrecision) -> str:
     return f"{type(self).__name__}({', '.join(parts)})"
 
 
-@patch(as_prop=True)
-def loss_scale(self: MixedPrecision) -> float:
+@patch_to(MixedPrecision, as_prop=True)
+def loss_scale(self) -> float:
     "The scale of the next step; 1 where nothing is scaled."
     return self.mixed.scaler.get_scale()
 
 
-@patch(as_prop=True)
-def layer_scales(self: MixedPrecision) -> dict[str, float]:
+@patch_to(MixedPrecision, as_prop=True)
+def layer_scales(self) -> dict[str, float]:
     "The scales that layers have of their own, by name; they multiply the loss scale."
     return {} if self.mixed.layers is None else self.mixed.layers.layer_scales
 
 
-@patch(as_prop=True)
-def scales(self: MixedPrecision) -> list[float]:
+@patch_to(MixedPrecision, as_prop=True)
+def scales(self) -> list[float]:
     "The scale of each step so far."
     return self.mixed.scaler.scales
 
 
-@patch(as_prop=True)
-def skipped(self: MixedPrecision) -> list[int]:
+@patch_to(MixedPrecision, as_prop=True)
+def skipped(self) -> list[int]:
     "The numbers of the skipped steps, the first step being 0."
     return self.mixed.scaler.skipped
 
 
-@patch(as_prop=True)
-def n_skipped(self: MixedPrecision) -> int:
+@patch_to(MixedPrecision, as_prop=True)
+def n_skipped(self) -> int:
     "How many steps were skipped."
     return self.mixed.scaler.n_skipped
 
@@ -411,14 +411,14 @@ def _laid_out(self: MixedPrecision, is_wanted=True):
     return self.mixed.masters
 
 
-@patch(as_prop=True)
-def model_params(self: MixedPrecision) -> list[list[torch.nn.Parameter]]:
+@patch_to(MixedPrecision, as_prop=True)
+def model_params(self) -> list[list[torch.nn.Parameter]]:
     "The parameters that are trained: two lists a group, weights; norm parameters and biases."
     return self._laid_out().model_params
 
 
-@patch(as_prop=True)
-def master_params(self: MixedPrecision) -> list[list[torch.nn.Parameter]]:
+@patch_to(MixedPrecision, as_prop=True)
+def master_params(self) -> list[list[torch.nn.Parameter]]:
     "Their float32 masters: flat, one vector a list."
     return self._laid_out().master_params
 
