@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .cast import is_castable, to_float
+from .engine.autocast import PromoteMixed  # noqa: F401
 from .engine.buffers import BufferSnapshot
+from .engine.copies import check_free  # noqa: F401
 from .engine.elementwise import check_elementwise, is_elementwise, same_random_state  # noqa: F401
 from .engine.forward import HalfForward, inputs_out_of_range, install_forward, remove_forward  # noqa: F401
 from .engine.masters import MasterParams
