@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from mixedfp.cast import stays_float
+from mixedfp.engine import torch_private
 from mixedfp.engine.elementwise import check_elementwise
 from mixedfp.engine.flat import Bucket, GradBuffer
 from mixedfp.engine.forward import HalfForward, inputs_out_of_range
@@ -57,6 +58,7 @@ __all__ = [
     "slow_attention",
     "stays_float",
     "take_from_first",
+    "torch_private",
 ]
 
 
