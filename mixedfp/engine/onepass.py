@@ -180,8 +180,9 @@ def _run_chunk(self: OnePass, s, plan, inputs, inv_scale, found):
     for target, ref in zip(targets, refs, strict=True):
         if env[ref].data_ptr() != target.data_ptr():
             target.copy_(env[ref])
-    for target, old in zip(targets, kept, strict=False):
-        torch.where(found, old, target, out=target)
+    if found is not None:
+        for target, old in zip(targets, kept, strict=True):
+            torch.where(found, old, target, out=target)
     s.master_to_model()
 
 # %% ../../nbs/engine/12_onepass.ipynb #40bf73cb
