@@ -202,7 +202,6 @@ class LossScaler(GradScaler):
         # the scale and growth count on the host, and iterations that only the device knows about
         self._host = torch.tensor(init_scale), torch.tensor(0, dtype=torch.int32)
         self._unread, self._found, self._before = [], False, (0, init_scale)
-        self.n_set = self._n_used = 0  # how often a scale came from outside; before `_used`
         self.layers = layers
         if enabled and layers is not None:
             layers.scale()
@@ -232,16 +231,19 @@ class LossScaler(GradScaler):
         self,
         outputs: torch.Tensor | Iterable,  # a loss, or several in any nesting
     ) -> torch.Tensor | Iterable:  # scaled
-        "Scale `outputs`, and the gradients that are there to the same scale: they are added to."
-        if self._enabled:
-            self._go_to(_first_device(outputs))
-        if self._enabled and self._scale is not None:
-            self._bring_to_scale()
-        if self._enabled and self.layers is not None:
-            outputs = self._cover(outputs)
-        scaled = super().scale(outputs)
-        if self._enabled and self._used is None:
-            self._used, self._served = self._make_scale().clone(), set()
+        """Multiply `outputs` by the scale, one from the first loss of an iteration to `update`.
+
+        Gradients that are there are brought to that scale first: they are added to. A scale that
+        is loaded meanwhile is that of the next iteration.
+        """
+        if not self._enabled:
+            return outputs
+        self._go_to(_first_device(outputs))
+        scale = self._make_scale()
+        if self.n_scaled == 0 or self._used is None:
+            self._used, self._served = scale.clone(), set()
+        self._bring_to_scale()
+        scaled = self._multiply_outputs(outputs)
         self.n_scaled += 1
         return scaled
 
@@ -256,28 +258,28 @@ class LossScaler(GradScaler):
             )
             self._used = None if self._used is None else self._used.to(device)
 
-    def _cover(self, outputs):
-        "Have the layers' scales leave no trace in the gradients of `outputs`, whatever they use."
+    def _multiply_outputs(self, outputs):
         if isinstance(outputs, torch.Tensor):
-            return self.layers.trace_loss(outputs)
-        covered = map(self._cover, outputs)
-        return type(outputs)(covered) if isinstance(outputs, list | tuple) else covered
+            if self.layers is not None:  # whose scales leave no trace, whatever `outputs` use
+                outputs = self.layers.trace_loss(outputs)
+            return outputs * self._used.to(outputs.device, non_blocking=True)
+        if not isinstance(outputs, Iterable):
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        scaled = map(self._multiply_outputs, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def _end_layers(self):
         if self.layers is not None and self.layers.is_scaling and self.n_scaled:
             self.layers.unscale()
 
     def _bring_to_scale(self):
-        "Multiply the gradients of a loss under another scale, and true ones, up to that of now."
-        if self.n_scaled == 0 or self._used is None or self._n_used != self.n_set:
-            self._used, self._served = self._scale.clone(), set()
-            self._n_used = self.n_set
+        "Multiply the gradients of a loss under another scale, and true ones, up to that in use."
         for key, (ref, scale) in list(self._grad_scales.items()):
             optimizer = ref()
             if optimizer is None:
                 del self._grad_scales[key]
             elif scale is not self._used:
-                self._multiply(optimizer, self._scale if scale is None else self._scale / scale)
+                self._multiply(optimizer, self._used if scale is None else self._used / scale)
                 self._grad_scales[key] = ref, self._used
 
     @torch.no_grad()
@@ -327,6 +329,23 @@ class LossScaler(GradScaler):
             yield
         finally:
             self._scale = now
+
+    @property
+    def used_scale(self) -> torch.Tensor | float:  # (), float32; 1.0 where nothing was scaled
+        """What the losses of this iteration were multiplied with. Sync: none.
+
+        From an `update` to the next loss it is still that of the iteration before: what is not
+        unscaled by then is multiplied with it.
+        """
+        return 1.0 if self._used is None else self._used
+
+    def is_checked(
+        self,
+        optimizer: torch.optim.Optimizer,  # any
+    ) -> bool:
+        "Whether the gradients of `optimizer` were unscaled and checked since the last `update`."
+        states = self._per_optimizer_states if self._enabled else {}
+        return id(optimizer) in states and states[id(optimizer)]["stage"] is not OptState.READY
 
     def current_scale(self) -> torch.Tensor | float:  # (), a copy; 1.0 where nothing is scaled
         "The scale of the next loss. Sync: none."
@@ -578,10 +597,10 @@ class LossScaler(GradScaler):
 
     def _set_host(self):
         "Follow a scale that came from outside. Sync: two numbers."
-        self.n_set += 1
         self._host[0].fill_(self.get_scale())
         self._host[1].fill_(self._get_growth_tracker())
-        self._record.add_scale(self._host[0].item())
+        if self.n_scaled == 0 or not self.dynamic:  # else `update` records it, for the next step
+            self._record.add_scale(self._host[0].item())
 
     def _hopeless(self, optimizers):
         names = [name for o in optimizers for name in nonfinite_names(o)]
@@ -663,10 +682,6 @@ class LossScaler(GradScaler):
             if self.layers is not None and "layers" in state_dict:
                 self.layers.load_state_dict(state_dict["layers"])
             self._set_host()
-
-    def are_at_scale(self) -> None:
-        "Say that the gradients of this iteration were brought to the scale of now, by hand."
-        self._used = None
 
 # %% ../nbs/04_scaler.ipynb #77ee06fc
 def nonfinite_names(

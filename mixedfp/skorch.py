@@ -21,14 +21,11 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from .cast import is_name_in, to_float
-from .engine.autocast import PromoteMixed
-from .engine.buffers import BufferSnapshot
-from .engine.forward import install_forward
-from .engine.masters import MasterParams
 from .formats import MixedPrecisionError
 from .nested import check_dtype, check_flag, map_tensors, notice_once
 from .optimizer import MasterOptimizer, with_masters
 from .scaler import LossScaler
+from .step import BufferSnapshot, MasterParams, PromoteMixed, install_forward
 
 # %% ../nbs/12_skorch.ipynb #ce568c3c
 _NAMES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
