@@ -81,7 +81,7 @@ def cast_floats(
     "Cast the floating-point tensors of `o` to `dtype`; ids, masks and strings stay as they are."
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, o)
 
-# %% ../nbs/01a_nested.ipynb #1fa9227d
+# %% ../nbs/01a_nested.ipynb #7ab6d68a
 def check_positive(
     name: str,  # of the argument, for the message
     value: float,  # what came

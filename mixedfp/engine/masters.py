@@ -70,8 +70,7 @@ class MasterParams:
 
     From here to `restore` the model's gradients are float32 (`Tensor.grad_dtype`), its `state_dict`
     reads and writes the masters. A master stays the same object, wherever its numbers lie.
-    Raises: ValueError if nothing requires a gradient, MixedPrecisionError for sparse embeddings in
-    flat vectors.
+    Raises: ValueError if nothing requires a gradient, MixedPrecisionError for flat sparse ones.
     """
 
     def __init__(
