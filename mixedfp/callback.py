@@ -21,6 +21,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch, patch_to
 from fastcore.meta import delegates
 
+from .engine.torch_private import at_end_of_backward, forward_hooks, remove_hooks
 from .formats import MixedPrecisionError
 from .nested import check_flag, check_positive
 from .scaler import LossScaler
@@ -135,9 +136,10 @@ def _calling_learner(frame):
 @patch
 def _guard(self: MixedPrecision):
     "Be told of other Learners that train the model."
-    hooks = self.learn.model._forward_pre_hooks.values()
+    model: Any = self.learn.model
+    hooks = forward_hooks(model)[0].values()
     if self.mixed.dtype != torch.float32 and not any(isinstance(h, _OneLearner) for h in hooks):
-        self.learn.model.register_forward_pre_hook(_OneLearner(self))
+        model.register_forward_pre_hook(_OneLearner(self))
 
 # %% ../nbs/10_callback.ipynb #764aa39d
 @patch
@@ -199,10 +201,7 @@ def _detach(self: MixedPrecision):
     if self.mixed.has_opt and self.learn.opt is self.mixed.opt:
         self.learn.opt = self.mixed.opt.reclaim()
     for m in self.learn.model.modules():  # the model may be inside of another one by now
-        hooks = m._forward_pre_hooks
-        for k in [k for k, hook in hooks.items() if isinstance(hook, _OneLearner)]:
-            if hooks[k].cb() in (self, None):
-                del hooks[k]
+        remove_hooks(m, lambda h: isinstance(h, _OneLearner) and h.cb() in (self, None))
     if self.mixed.is_attached:
         self.mixed.detach()
         self._reset_states()
@@ -293,8 +292,7 @@ def before_backward(self: MixedPrecision) -> None:
 @patch
 def _after_this_backward(self: MixedPrecision, grad):
     "As the backward pass begins: at its end others may put gradients of any dtype there."
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(self.mixed.masters.take_any_grads)
+    at_end_of_backward(self.mixed.masters.take_any_grads)
 
 
 @patch

@@ -32,6 +32,7 @@ from mixedfp.engine.ranks import (
     stop_averaging,
     take_from_first,
 )
+from .engine.torch_private import uncompiled
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import cast_floats, check_dtype, check_flag, check_positive, notice_once
@@ -173,7 +174,7 @@ def attach(
     "Take `model` over, or take over what others did to it since. Raises: as MasterParams."
     ddp = model if isinstance(model, DistributedDataParallel) else None
     called = model if ddp is None else ddp.module
-    model = getattr(called, "_orig_mod", called)  # of what `torch.compile` returns
+    model = uncompiled(called)  # of what `torch.compile` returns
     if self._attached is not None and not self._is_attached_to(model):
         self.detach()
     if self._attached is None:
@@ -208,7 +209,7 @@ def _make_layers(self: MixedStep, model):
 
 @patch
 def _has_forward(self: MixedStep, called):
-    if self.forward is None or not hasattr(called, "_orig_mod"):
+    if self.forward is None or uncompiled(called) is called:
         return self.forward is not None
     return vars(called).get("forward") is self.forward  # a copy is compiled anew, without it
 

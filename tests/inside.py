@@ -11,6 +11,7 @@ import sys
 import torch
 
 from mixedfp.cast import stays_float
+from mixedfp.engine import torch_private
 from mixedfp.engine.flat import Bucket, GradBuffer
 from mixedfp.engine.forward import HalfForward, inputs_out_of_range
 from mixedfp.engine.in_float32 import (
@@ -54,6 +55,7 @@ __all__ = [
     "slow_attention",
     "stays_float",
     "take_from_first",
+    "torch_private",
 ]
 
 

@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from .torch_private import module_of_call
 from ..nested import map_tensors
 
 # %% ../../nbs/engine/15_buffers.ipynb #e6914cf3
@@ -230,9 +231,8 @@ def _is_within_pass(self: IterationBuffers):
     "Whether a pass of the model has called the one that begins: it is on the stack."
     frame, n = sys._getframe(1), 0
     while frame is not None and n < 2:
-        if frame.f_code.co_name == "_call_impl":
-            m = frame.f_locals.get("self")
-            n += any(m is called for called in self._called)
+        m = module_of_call(frame)
+        n += any(m is called for called in self._called)
         frame = frame.f_back
     return n > 1
 

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from .full_state import masters_of
+from .torch_private import remove_hooks, uncompiled
 from ..formats import MixedPrecisionError
 
 # %% ../../nbs/engine/06_copies.ipynb #bf59627d
@@ -55,11 +56,12 @@ def copied_parts(model):
 
 def drop_hooks(module, masters):
     "Take off the hooks of a trainer, which has another copy of the module, or none."
-    hooks = module._forward_pre_hooks
-    for k, hook in list(hooks.items()):
+
+    def stays(hook):
         owner = getattr(hook, "__self__", hook)
-        if hasattr(hook, "stays_behind") or getattr(owner, "masters", None) is masters:
-            del hooks[k]
+        return hasattr(hook, "stays_behind") or getattr(owner, "masters", None) is masters
+
+    remove_hooks(module, stays)
 
 
 def remove_forwards(model):
@@ -102,7 +104,7 @@ class DeepCopy:
     def __call__(self, memo):
         """Copy the model."""
         asked: Any = sys._getframe(1).f_locals.get("x")
-        if getattr(asked, "_orig_mod", None) is self.model is not asked:  # `torch.compile` has none
+        if uncompiled(asked) is self.model is not asked:  # `torch.compile` has none
             make, args = asked.__reduce__()
             twin = make(*copy.deepcopy(args, memo))
         else:

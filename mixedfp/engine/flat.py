@@ -17,6 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .torch_private import copy_each_
 from ..formats import MixedPrecisionError
 
 # %% ../../nbs/engine/04_flat.ipynb #8a86303e
@@ -105,7 +106,7 @@ def check_dense(
 def _gather(grads, views):
     "Copy gradients into views of a vector."
     try:
-        torch._foreach_copy_(views, grads)
+        copy_each_(views, grads)
     except RuntimeError:
         check_dense(grads)
         raise
@@ -367,7 +368,7 @@ class Chunk:
     def master_to_model(self) -> None:
         "Write the masters into the model, rounded."
         if self.inside is None:
-            torch._foreach_copy_([*self.params], self.weights)
+            copy_each_([*self.params], self.weights)
             return
         out = self.out()
         if out is None:

@@ -29,6 +29,12 @@ from mixedfp.engine.in_float32 import (
     has_fp16_arithmetic,
     slow_attention,
 )
+from mixedfp.engine.torch_private import (
+    copy_each_,
+    is_in_transform,
+    outside_of_dynamo,
+    uncompiled,
+)
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, map_tensors, notice_once
@@ -86,7 +92,7 @@ class WrappedForward:
 
     def __getstate__(self) -> dict:
         """Be copied and pickled without what `torch.compile` has made: no copy can have it."""
-        is_compiled = hasattr(self.model, "_orig_mod")
+        is_compiled = uncompiled(self.model) is not self.model
         return vars(self) | dict(inner=None if is_compiled else self.inner)
 
 # %% ../../nbs/engine/08_forward.ipynb #e71c6261
@@ -143,9 +149,8 @@ class BeforeForward:
         if len(now) != len(self.buffers) or any(map(is_not, now, self.buffers)):
             self.buffers, self.copies = now, [None if b is None else b.clone() for b in now]
         elif any(b is not None for b in now):
-            torch._foreach_copy_(
-                [c for c in self.copies if c is not None], [b for b in now if b is not None]
-            )
+            copies = [c for c in self.copies if c is not None]
+            copy_each_(copies, [b for b in now if b is not None])
         if self.is_first:
             self.versions = [None if b is None else b._version for b in now]
             self.attributes = [dict(vars(m)) for m in self.modules]
@@ -192,7 +197,7 @@ def _device_of(model):
 
 def _can_go_back(device):
     "Not inside of `torch.func`, a trace or a CUDA graph."
-    if torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.jit.is_tracing() or is_in_transform():
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
@@ -244,8 +249,8 @@ class HalfForward(WrappedForward):
                 "torch.finfo(x.dtype).min (or .max) instead, or train in bfloat16 with to_bf16()"
             ) from e
 
-    @torch._disable_dynamo  # it would trace the mode anew at each call; `torch.compiler.disable`
-    def _compute_outside_of_dynamo(self, *inputs):  # imports the compiler to be imported itself
+    @outside_of_dynamo  # it would trace the mode anew at each call
+    def _compute_outside_of_dynamo(self, *inputs):
         return self._compute_as_needed(*inputs)
 
     def __getstate__(self) -> dict:
@@ -394,7 +399,7 @@ def _is_half_on_cpu(self: HalfForward):
 
 @patch
 def _forward_with_attention(self: HalfForward, *inputs):
-    is_compiled = torch.compiler.is_compiling() or hasattr(self.model, "_orig_mod")
+    is_compiled = torch.compiler.is_compiling() or uncompiled(self.model) is not self.model
     is_plain = is_compiled or self.attends is False or not torch.is_grad_enabled()
     if is_plain or not slow_attention("cpu", self.dtype):
         return self._forward_as_it_is(*inputs)

@@ -20,6 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..cast import to_float
+from mixedfp.engine.torch_private import (
+    cpu_has_amx,
+    cpu_has_bf16,
+    cpu_has_fp16,
+    may_hook_saved_tensors,
+    saved_tensors_hooks_now,
+)
 from ..nested import cast_floats, map_tensors
 
 # %% ../../nbs/engine/01_in_float32.ipynb #24057ec9
@@ -32,12 +39,7 @@ def has_fp16_arithmetic(
     return platform.machine().lower() in ("arm64", "aarch64") or _x86_has_fp16()
 
 
-@functools.cache
-def _x86_has_fp16():
-    try:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    except (AttributeError, RuntimeError):  # a build without oneDNN has no fast fp16 either
-        return False
+_x86_has_fp16 = functools.cache(cpu_has_fp16)
 
 # %% ../../nbs/engine/01_in_float32.ipynb #b1536198
 # Every spelling of a matrix product in PyTorch; the rest is element-wise and fast in fp16.
@@ -85,7 +87,7 @@ class ComputeInFloat32(TorchFunctionMode):
 # %% ../../nbs/engine/01_in_float32.ipynb #17174df0
 def is_checkpointed():
     "Inside `torch.utils.checkpoint`, which computes again outside of any mode: the same is needed."
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks_now()
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
@@ -121,9 +123,9 @@ def _slow_attention(device_type, dtype):
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     if device_type != "cpu" or dtype != torch.bfloat16 or not is_x86:
         return 0  # not measured, or not slow
-    if torch.cpu._is_amx_tile_supported():
+    if cpu_has_amx():
         return 0  # other kernels, and not measured
-    return _SMALL_HEAD if torch.cpu._is_avx512_bf16_supported() else math.inf
+    return _SMALL_HEAD if cpu_has_bf16() else math.inf
 
 # %% ../../nbs/engine/01_in_float32.ipynb #65bdc1ac
 def _is_slow(inputs, dropout_p):
@@ -142,9 +144,7 @@ def _is_slow(inputs, dropout_p):
 
 def _keeps_tensors_as_they_are():
     "Not under checkpointing (which computes again, outside of the mode), nor inside `torch.func`."
-    autograd = torch._C._autograd
-    is_hooked = autograd._top_saved_tensors_default_hooks(True) is not None
-    return autograd._saved_tensors_hooks_is_enabled() and not is_hooked
+    return may_hook_saved_tensors() and saved_tensors_hooks_now() is None
 
 # %% ../../nbs/engine/01_in_float32.ipynb #a7b099b9
 def _narrow(dtype, n_dims, t):

@@ -35,7 +35,8 @@ from mixedfp.engine.flat import (
     flatten,
     split_vector,
 )
-from .full_state import ShowMasters, UnfinishedLoad, loads_strictly, masters_of
+from .full_state import ShowMasters, UnfinishedLoad, masters_of
+from .torch_private import loads_strictly, state_dict_hooks
 from ..formats import MixedPrecisionError
 from ..master import norm_bias_ids
 from ..nested import check_dtype, notice_once
@@ -370,11 +371,7 @@ def float_model(self: MasterParams) -> nn.Module:
     remove_forwards(twin)
     ids = {hook.id for hook in self._hooks}
     for m in twin.modules():
-        for hooks in (
-            m._state_dict_hooks,
-            m._load_state_dict_pre_hooks,
-            m._load_state_dict_post_hooks,
-        ):
+        for hooks in state_dict_hooks(m):
             for k in ids & set(hooks):
                 del hooks[k]
         drop_hooks(m, self)

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .flat import Bucket, Chunk
 from .optim_access import ABSENT
 from .program import NotElementwise, Program, Ref
 from .recorder import is_vector, record
+from .torch_private import is_in_torch_dispatch_mode
 from ..nested import notice_once
 
 # %% ../../nbs/engine/12_onepass.ipynb #0a47bd24

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .torch_private import STEP_HOOKS
+
 # %% ../../nbs/engine/11_optim_access.ipynb #6eb0a3a9
 def core_of(opt):
     "What owns parameter lists and state: fastai's OptimWrapper and Lookahead hold it as `opt`."
@@ -72,17 +74,14 @@ def copy_over(core, lists, hypers, state=()):
             {k: ps if k == "params" else copy_small(v) for k, v in group.items()}
             for group, ps in zip(hypers, lists, strict=True)
         ]
-        probe._optimizer_step_pre_hooks = probe._optimizer_step_post_hooks = {}
+        vars(probe).update({name: {} for name in STEP_HOOKS})
     else:
         probe.param_lists, probe.hypers = lists, hypers
     return probe
 
 
 # what a copy has of its own
-_OF_OPT = frozenset(
-    """state param_groups param_lists hypers
-    _optimizer_step_pre_hooks _optimizer_step_post_hooks""".split()
-)
+_OF_OPT = frozenset(["state", "param_groups", "param_lists", "hypers", *STEP_HOOKS])
 
 
 def copy_small(value):

@@ -16,6 +16,8 @@ from fastcore.basics import patch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
+from .torch_private import schema_of
+
 # %% ../../nbs/engine/09_program.ipynb #ffbce4b0
 class NotElementwise(Exception):
     "An update that cannot be done chunk by chunk: it looks at more than an element at a time."
@@ -25,7 +27,7 @@ def op_name(
     func: Any,  # one of torch.ops.aten
 ) -> str:
     "The name of an operation, without what says that it takes lists."
-    return func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
+    return schema_of(func).name.removeprefix("aten::").removeprefix("_foreach_")
 
 # %% ../../nbs/engine/09_program.ipynb #b6272b3f
 def leaves(

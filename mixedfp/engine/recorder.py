@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .program import NotElementwise, Program, Ref, leaves, op_name
+from .torch_private import TorchDispatchMode, schema_of
 
 # %% ../../nbs/engine/10_recorder.ipynb #a0fad463
 # operations on one element at a time that PyTorch does not tag as pointwise
@@ -36,7 +36,7 @@ def _is_elementwise(func):
 
 @functools.cache
 def _takes_lists(func):
-    return any(str(a.type) == "List[Tensor]" for a in func._schema.arguments)
+    return any(str(a.type) == "List[Tensor]" for a in schema_of(func).arguments)
 
 # %% ../../nbs/engine/10_recorder.ipynb #38c56907
 class Recorder(TorchDispatchMode):
