@@ -31,6 +31,8 @@ def _is_elementwise(func):
     packet = getattr(torch.ops.aten, name, None)
     if name in _COPIES or name.startswith("_fused_") or packet is None:
         return packet is not None
+    if name in ("max", "min"):  # of one tensor a reduction
+        return func._overloadname == "other"
     return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
 
 
@@ -38,7 +40,7 @@ def _is_elementwise(func):
 def _takes_lists(func):
     return any(str(a.type) == "List[Tensor]" for a in schema_of(func).arguments)
 
-# %% ../../nbs/engine/10_recorder.ipynb #38c56907
+# %% ../../nbs/engine/10_recorder.ipynb #6a0dd346
 class Recorder(TorchDispatchMode):
     "Writes down the operations on the tensors it watches, and refuses what is not element-wise."
 
@@ -79,7 +81,16 @@ class Recorder(TorchDispatchMode):
             self._write(func, *seen, [out[i]] if isinstance(out, list | tuple) else [])
         return out
 
-# %% ../../nbs/engine/10_recorder.ipynb #209e35e2
+
+def _pick(i, n, args, kwargs):
+    "The arguments of an operation on lists of `n` for the tensor at place `i`."
+
+    def pick(value):
+        return [value[i]] if isinstance(value, list | tuple) and len(value) == n else value
+
+    return [pick(a) for a in args], {k: pick(a) for k, a in kwargs.items()}
+
+# %% ../../nbs/engine/10_recorder.ipynb #1aeac986
 @patch
 def _look(self: Recorder, args, kwargs):
     owners = set()
@@ -113,15 +124,6 @@ def _write(self: Recorder, func, owners, args, kwargs, outs):
     refs = [self.ref(out) for out in outs]
     refs = [self.watch(out, i) if s is None else s for s, out in zip(refs, outs, strict=True)]
     self.updates[i].ops.append((func, args, kwargs, refs))
-
-# %% ../../nbs/engine/10_recorder.ipynb #2a177361
-def _pick(i, n, args, kwargs):
-    "The arguments of an operation on lists of `n` for the tensor at place `i`."
-
-    def pick(value):
-        return [value[i]] if isinstance(value, list | tuple) and len(value) == n else value
-
-    return [pick(a) for a in args], {k: pick(a) for k, a in kwargs.items()}
 
 
 def is_vector(
