@@ -18,65 +18,16 @@ from fastai.callback.core import Callback, CancelFitException, CancelStepExcepti
 from fastai.callback.fp16 import MixedPrecision as AutocastMixedPrecision
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner
-from fastcore.basics import patch
+from fastcore.basics import patch, patch_to
 from fastcore.meta import delegates
 
-from .engine.copies import check_free
+from .engine.torch_private import at_end_of_backward, forward_hooks, remove_hooks
 from .formats import MixedPrecisionError
 from .nested import check_flag, check_positive
 from .scaler import LossScaler
-from .step import MixedStep
+from .step import MixedStep, check_free
 
 # %% ../nbs/10_callback.ipynb #4d08b21a
-# events in which there are gradients, and methods of a Learner that have to do with them
-_WITH_GRADS = """before_backward after_backward after_cancel_backward before_step after_step
-after_cancel_step""".split()
-_OF_A_STEP = frozenset("_backward _step _do_grad_opt _do_one_batch one_batch".split())
-
-
-def _looks_at_grads(cb):
-    "Whether `cb` is called while there are gradients; one that takes any event may be."
-    kind = type(cb)
-    if kind.__call__ is not Callback.__call__ or kind.__getattr__ is not Callback.__getattr__:
-        return True
-    return any(event in vars(cb) or hasattr(kind, event) for event in _WITH_GRADS)
-
-
-class _OneLearner:
-    "Refuses that a second Learner trains a model which another one holds in 16 bits."
-
-    stays_behind = True  # when the model is copied
-
-    def __init__(self, cb=None):
-        self.cb = weakref.ref(cb) if cb is not None else lambda: None
-
-    def __call__(self, module, args):
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
-            return
-        cb, other = self.cb(), _calling_learner(sys._getframe(1))
-        if cb is not None and other is not None and cb.learn not in (None, other):
-            raise MixedPrecisionError(
-                f"the model is in {cb.mixed.dtype} for another Learner, which holds its 32-bit "
-                "weights: call to_fp32() of that Learner first, and then to_fp16() or to_bf16() "
-                "of this one"
-            )
-
-    def __reduce__(self):
-        return _OneLearner, ()
-
-
-def _calling_learner(frame):
-    "The Learner whose batch calls the model."
-    for _ in range(8):
-        if frame is None:
-            return None
-        if frame.f_code.co_name in ("_do_one_batch", "one_batch"):
-            caller = frame.f_locals.get("self")
-            return caller if isinstance(caller, Learner) else None
-        frame = frame.f_back
-    return None
-
-
 _OTHERS = (AutocastMixedPrecision, NonNativeMixedPrecision)
 
 
@@ -107,39 +58,20 @@ class MixedPrecision(Callback):
         native: bool = False,  # PyTorch's 16-bit kernels also where a CPU is slow at them
         init_scale: float | None = None,  # fastai's word for `loss_scale`
         enabled: bool = True,  # fastai's switch for scaling
-        layer_scales: Mapping[str, float]
-        | str
-        | None = None,  # scales of layers, by name, on top of the loss scale; or 'auto'
+        layer_scales: Mapping[str, float] | str | None = None,  # on top, by layer; or 'auto'
         compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
-        keep_fp32: type
-        | str
-        | Iterable[type | str] = (),  # stays in 32 bits: module types; names, globs over names
+        keep_fp32: type | str | Iterable[type | str] = (),  # stays in 32 bits: types, names, globs
     ):
-        scaler = LossScaler(
-            init_scale=_first_scale(loss_scale, init_scale),
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=check_flag("enabled", enabled) and dtype == torch.float16,
-            dynamic=dynamic,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            max_skips=max_skips,
-        )
-        self.mixed = MixedStep(
+        first = _first_scale(loss_scale, init_scale)
+        is_scaling = check_flag("enabled", enabled) and dtype == torch.float16
+        rule = growth_factor, backoff_factor, growth_interval
+        bounds: Any = dict(min_scale=min_scale, max_scale=max_scale, max_skips=max_skips)
+        scaler = LossScaler(None, first, *rule, is_scaling, dynamic=dynamic, **bounds)
+        self.mixed = MixedStep(  # all the logic
             dtype, flat_master, scaler, native, layer_scales, compiled, keep_fp32
         )
+        self._last_loss, self._was_finite = None, True  # of the batch before, detached
 
-    def __repr__(self) -> str:
-        """Show what matters."""
-        parts = [str(self.mixed.dtype), f"flat_master={self.mixed.flat_master}"]
-        if self.mixed.scaler.is_enabled():
-            parts.append(f"loss_scale={self.loss_scale:g}, skipped={self.n_skipped}")
-        if self.mixed.keep_fp32:
-            parts.append(f"keep_fp32={self.mixed.keep_fp32!r}")
-        return f"{type(self).__name__}({', '.join(parts)})"
-
-    # `add_cb` sets the learner, `remove_cb` sets None: then the model is to be in 32 bits again
     @property
     def learn(self) -> Learner:  # None outside of one, but nobody calls it there
         "The learner that this is a callback of."
@@ -156,234 +88,6 @@ class MixedPrecision(Callback):
         if learn is not None:
             learn.mp_cb = self
 
-    def _attach(self):
-        if "gan_trainer" in vars(self.learn) and self.mixed.dtype != torch.float32:
-            raise MixedPrecisionError(
-                "the loss of a GANLearner calls generator and critic by itself, outside of the "
-                "model's forward pass, where nothing casts their inputs: train it in 32 bits"
-            )
-        is_new = not self.mixed.is_attached
-        others = [cb for cb in self.learn.cbs if cb is not self]
-        if is_new and not any(isinstance(cb, MixedPrecision) for cb in others):
-            check_free(self.model)
-        try:
-            self.mixed.attach(self.model)
-            self._hold()
-            if is_new and self.mixed.flat_master and self.learn.opt is None:
-                self.mixed.preview(self._make_probe)  # what cannot be flat is said now
-            self._guard()
-        except Exception:
-            self._detach()  # what cannot be trained in 16 bits is left in 32
-            raise
-        if is_new:
-            self._reset_states()
-
-    def _guard(self):
-        "Be told of other Learners that train the model."
-        hooks = self.learn.model._forward_pre_hooks.values()
-        if self.mixed.dtype != torch.float32 and not any(isinstance(h, _OneLearner) for h in hooks):
-            self.learn.model.register_forward_pre_hook(_OneLearner(self))
-
-    def _hold(self):
-        "Have the Learner's optimizer step the masters, and each that it makes from here on."
-        vars(self.learn).setdefault("create_opt", self._create_opt)
-        if self.learn.opt is not None:
-            self.learn.opt = self.mixed.wrap_optimizer(self.learn.opt)
-
-    def _create_opt(self):
-        "Create an optimizer that steps the masters: no state is ever loaded in 16 bits."
-        before = self.learn.opt
-        try:
-            type(self.learn).create_opt(self.learn)
-            self._hold()
-        except BaseException:
-            self.learn.opt = before  # none that was refused
-            raise
-
-    def _make_probe(self):
-        "The optimizer that the Learner would create, made by a copy: the Learner stays as it is."
-        learn = copy.copy(self.learn)
-        type(learn).create_opt(learn)
-        return learn.opt
-
-    def _detach(self):
-        if vars(self.learn).get("create_opt") == self._create_opt:
-            del self.learn.create_opt
-        if self.mixed.has_opt and self.learn.opt is self.mixed.opt:
-            self.learn.opt = self.mixed.opt.reclaim()
-        for m in self.learn.model.modules():  # the model may be inside of another one by now
-            hooks = m._forward_pre_hooks
-            for k in [k for k, hook in hooks.items() if isinstance(hook, _OneLearner)]:
-                if hooks[k].cb() in (self, None):
-                    del hooks[k]
-        if self.mixed.is_attached:
-            self.mixed.detach()
-            self._reset_states()
-
-    def _reset_states(self):
-        "What a recurrent model keeps between batches is of the dtype that the model had."
-        if "model_resetter" in vars(self.learn) and self.mixed.dtype != torch.float32:
-            self.learn.model.reset()
-
-    # the loop's events, as the step's verbs
-    def after_create(self):
-        "Put the model into 16 bits."
-        self._attach()
-
-    def before_fit(self):
-        "Take over what was done to model and optimizer since."
-        for cb in self.learn.cbs:
-            if isinstance(cb, _OTHERS):
-                raise MixedPrecisionError(
-                    f"this Learner has fastai's {type(cb).__name__}, too: remove one of the two, "
-                    f"learn.remove_cb(learn.{cb.name}) or learn.to_fp32()"
-                )
-        self._attach()
-        self._last_loss, self._was_finite = None, True
-
-    def before_train(self):
-        "Take over what other callbacks did to the model since the last epoch."
-        self.mixed.attach(self.model)
-        if self._is_watched():
-            self.mixed.masters.take_any_grads()
-
-    def before_batch(self):
-        "Look at the inputs, which stay as they are: the model's forward pass casts them."
-        if not self.mixed.has_opt or self.learn.opt is not self.mixed.opt:  # made anew in a fit
-            self._hold()
-        self.learn.xb = self.mixed.cast(self.xb, self.training)
-
-    def after_pred(self):
-        "See to it that predictions are in 32 bits, and with them the loss."
-        self.learn.pred = self.mixed.uncast(self.pred)
-
-    def before_backward(self):
-        "Scale the loss."
-        self.mixed.exclusive = not self._is_watched()
-        self.mixed.masters.expect_grads()
-        self.learn.loss_grad = self.mixed.scale(self.loss_grad)
-        if not self.mixed.exclusive and self.learn.loss_grad.requires_grad:
-            # weak: autograd would never let go of it
-            me: Any = weakref.WeakMethod(self._after_this_backward)
-            self.learn.loss_grad.register_hook(lambda grad: me()(grad))
-
-    def _after_this_backward(self, grad):
-        "As the backward pass begins: at its end others may put gradients of any dtype there."
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self.mixed.masters.take_any_grads)
-
-    def _is_watched(self):
-        "Whether somebody may look at gradients on their way: then all are 32-bit and unscaled."
-        own = vars(type(self.learn)) if type(self.learn) is not Learner else {}
-        others = [cb for cb in self.learn.cbs if cb is not self]
-        return not own.keys().isdisjoint(_OF_A_STEP) or any(map(_looks_at_grads, others))
-
-    def after_backward(self):
-        "Show the true loss again, but where a single batch has overflowed the last one before it."
-        if self.mixed.loss is not None:
-            self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
-        if self.mixed.scaler.is_enabled() and not self._is_searching():
-            self._pass_over_overflow()
-
-    def _pass_over_overflow(self):
-        # it will be skipped: it must not make nan of the mean loss, nor end the fit; a second may
-        loss, is_finite = self.loss.detach(), self.loss.detach().isfinite()
-        if self._last_loss is not None and self._last_loss.shape == loss.shape:
-            is_shown = is_finite | ~self._was_finite
-            self.learn.loss = torch.where(is_shown, loss, self._last_loss)
-        self._last_loss, self._was_finite = self.loss.detach(), is_finite
-
-    def before_step(self):
-        "Take the gradients to the masters, unscale and check them."
-        if not self.mixed.unscale():
-            self.mixed.skip()
-            raise CancelStepException
-
-    def after_step(self):
-        "Let the loss scale follow."
-        try:
-            self.mixed.update()
-        except MixedPrecisionError:
-            if self._is_searching():
-                raise CancelFitException from None  # no scale cures such a rate: it is the answer
-            raise
-
-    def after_batch(self):
-        "End a search for a learning rate at the first loss that is not finite; fastai's goes on."
-        if self.training and self._is_searching() and not self.loss.isfinite().all():
-            raise CancelFitException
-
-    def _is_searching(self):
-        return "lr_finder" in vars(self.learn)
-
-    def after_fit(self):
-        "From here on gradients come in 32 bits, whoever calls `backward`."
-        if self.mixed.is_attached:
-            self.mixed.masters.expect_grads()
-
-    def after_cancel_batch(self):
-        "Keep a batch that was called off apart from the next."
-        self.mixed.cancel()
-
-    # what there is to see
-    def update_paths(self) -> dict[str, int]:
-        "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
-        return self.mixed.opt.update_paths() if self.mixed.has_opt else {}
-
-    @property
-    def model_params(self) -> list[list[torch.nn.Parameter]]:
-        "The parameters that are trained: two lists a group, weights; norm parameters and biases."
-        return self._laid_out().model_params
-
-    @property
-    def master_params(self) -> list[list[torch.nn.Parameter]]:
-        "Their float32 masters: flat, one vector a list."
-        return self._laid_out().master_params
-
-    def float_model(self) -> torch.nn.Module:
-        """Make a twin of the model in 32 bits, whose parameters are the masters.
-
-        For averages of weights, evaluation and export in 32 bits; what is trained on shows in it.
-        """
-        return self._get_masters().float_model()
-
-    def _get_masters(self):
-        if not self.mixed.is_attached:
-            raise MixedPrecisionError("no masters yet: add this callback to a Learner first")
-        self._hold()
-        return self.mixed.masters
-
-    def _laid_out(self):
-        masters = self._get_masters()
-        if self.learn.opt is None:
-            self.mixed.preview(self._make_probe)
-        return masters
-
-    @property
-    def loss_scale(self) -> float:
-        "The scale of the next step; 1 where nothing is scaled."
-        return self.mixed.scaler.get_scale()
-
-    @property
-    def layer_scales(self) -> dict[str, float]:
-        "The scales that layers have of their own, by name; they multiply the loss scale."
-        return {} if self.mixed.layers is None else self.mixed.layers.layer_scales
-
-    @property
-    def scales(self) -> list[float]:
-        "The scale of each step so far."
-        return self.mixed.scaler.scales
-
-    @property
-    def skipped(self) -> list[int]:
-        "The numbers of the skipped steps, the first step being 0."
-        return self.mixed.scaler.skipped
-
-    @property
-    def n_skipped(self) -> int:
-        "How many steps were skipped."
-        return self.mixed.scaler.n_skipped
-
 
 def _first_scale(loss_scale, init_scale):
     if init_scale is None:
@@ -394,6 +98,342 @@ def _first_scale(loss_scale, init_scale):
             "names for one number, expected one of them"
         )
     return check_positive("init_scale", init_scale)
+
+# %% ../nbs/10_callback.ipynb #1af35536
+class _OneLearner:
+    "Refuses that a second Learner trains a model which another one holds in 16 bits."
+
+    stays_behind = True  # when the model is copied
+
+    def __init__(self, cb=None):
+        self.cb = weakref.ref(cb) if cb is not None else lambda: None
+
+    def __call__(self, module, args):
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        cb, other = self.cb(), _calling_learner(sys._getframe(1))
+        if cb is not None and other is not None and cb.learn not in (None, other):
+            raise MixedPrecisionError(
+                f"the model is in {cb.mixed.dtype} for another Learner, which holds its 32-bit "
+                "weights: call to_fp32() of that Learner first, and then to_fp16() or to_bf16() "
+                "of this one"
+            )
+
+    def __reduce__(self):
+        return _OneLearner, ()
+
+
+def _calling_learner(frame):
+    "The Learner whose batch calls the model."
+    for _ in range(8):
+        if frame is None or frame.f_code.co_name in ("_do_one_batch", "one_batch"):
+            break
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_locals.get("self")
+    return caller if isinstance(caller, Learner) else None
+
+
+@patch
+def _guard(self: MixedPrecision):
+    "Be told of other Learners that train the model."
+    model: Any = self.learn.model
+    hooks = forward_hooks(model)[0].values()
+    if self.mixed.dtype != torch.float32 and not any(isinstance(h, _OneLearner) for h in hooks):
+        model.register_forward_pre_hook(_OneLearner(self))
+
+# %% ../nbs/10_callback.ipynb #764aa39d
+@patch
+def _hold(self: MixedPrecision):
+    "Have the Learner's optimizer step the masters, and each that it makes from here on."
+    vars(self.learn).setdefault("create_opt", self._create_opt)
+    if self.learn.opt is not None:
+        self.learn.opt = self.mixed.wrap_optimizer(self.learn.opt)
+
+
+@patch
+def _create_opt(self: MixedPrecision):
+    "Create an optimizer that steps the masters: no state is ever loaded in 16 bits."
+    before = self.learn.opt
+    try:
+        type(self.learn).create_opt(self.learn)
+        self._hold()
+    except BaseException:
+        self.learn.opt = before  # none that was refused
+        raise
+
+
+@patch
+def _make_probe(self: MixedPrecision):
+    "The optimizer that the Learner would create, made by a copy: the Learner stays as it is."
+    learn = copy.copy(self.learn)
+    type(learn).create_opt(learn)
+    return learn.opt
+
+# %% ../nbs/10_callback.ipynb #d531ba88
+@patch
+def _attach(self: MixedPrecision):
+    if "gan_trainer" in vars(self.learn) and self.mixed.dtype != torch.float32:
+        raise MixedPrecisionError(
+            "the loss of a GANLearner calls generator and critic by itself, outside of the "
+            "model's forward pass, where nothing casts their inputs: train it in 32 bits"
+        )
+    is_new = not self.mixed.is_attached
+    others = [cb for cb in self.learn.cbs if cb is not self]
+    if is_new and not any(isinstance(cb, MixedPrecision) for cb in others):
+        check_free(self.model)
+    try:
+        self.mixed.attach(self.model)
+        self._hold()
+        if is_new and self.mixed.flat_master and self.learn.opt is None:
+            self.mixed.preview(self._make_probe)  # what cannot be flat is said now
+        self._guard()
+    except Exception:
+        self._detach()  # what cannot be trained in 16 bits is left in 32
+        raise
+    if is_new:
+        self._reset_states()
+
+
+@patch
+def _detach(self: MixedPrecision):
+    if vars(self.learn).get("create_opt") == self._create_opt:
+        del self.learn.create_opt
+    if self.mixed.has_opt and self.learn.opt is self.mixed.opt:
+        self.learn.opt = self.mixed.opt.reclaim()
+    for m in self.learn.model.modules():  # the model may be inside of another one by now
+        remove_hooks(m, lambda h: isinstance(h, _OneLearner) and h.cb() in (self, None))
+    if self.mixed.is_attached:
+        self.mixed.detach()
+        self._reset_states()
+
+
+@patch
+def _reset_states(self: MixedPrecision):
+    "What a recurrent model keeps between batches is of the dtype that the model had."
+    if "model_resetter" in vars(self.learn) and self.mixed.dtype != torch.float32:
+        self.learn.model.reset()
+
+
+@patch
+def after_create(self: MixedPrecision) -> None:
+    "Put the model into 16 bits."
+    self._attach()
+
+# %% ../nbs/10_callback.ipynb #20155bda
+@patch
+def before_fit(self: MixedPrecision) -> None:
+    "Take over what was done to model and optimizer since."
+    for cb in self.learn.cbs:
+        if isinstance(cb, _OTHERS):
+            raise MixedPrecisionError(
+                f"this Learner has fastai's {type(cb).__name__}, too: remove one of the two, "
+                f"learn.remove_cb(learn.{cb.name}) or learn.to_fp32()"
+            )
+    self._attach()
+    self._last_loss, self._was_finite = None, True
+
+
+@patch
+def before_train(self: MixedPrecision) -> None:
+    "Take over what other callbacks did to the model since the last epoch."
+    self.mixed.attach(self.model)
+    if self._is_watched():
+        self.mixed.masters.take_any_grads()
+
+
+@patch
+def before_batch(self: MixedPrecision) -> None:
+    "Look at the inputs, which stay as they are: the model's forward pass casts them."
+    if not self.mixed.has_opt or self.learn.opt is not self.mixed.opt:  # made anew in a fit
+        self._hold()
+    self.learn.xb = self.mixed.cast(self.xb, self.training)
+
+
+@patch
+def after_pred(self: MixedPrecision) -> None:
+    "See to it that predictions are in 32 bits, and with them the loss."
+    self.learn.pred = self.mixed.uncast(self.pred)
+
+# %% ../nbs/10_callback.ipynb #be556d3c
+# events in which there are gradients, and methods of a Learner that have to do with them
+_WITH_GRADS = """before_backward after_backward after_cancel_backward before_step after_step
+after_cancel_step""".split()
+_OF_A_STEP = frozenset("_backward _step _do_grad_opt _do_one_batch one_batch".split())
+
+
+def _looks_at_grads(cb):
+    "Whether `cb` is called while there are gradients; one that takes any event may be."
+    kind = type(cb)
+    if kind.__call__ is not Callback.__call__ or kind.__getattr__ is not Callback.__getattr__:
+        return True
+    return any(event in vars(cb) or hasattr(kind, event) for event in _WITH_GRADS)
+
+
+@patch
+def _is_watched(self: MixedPrecision):
+    "Whether somebody may look at gradients on their way: then all are 32-bit and unscaled."
+    own = vars(type(self.learn)) if type(self.learn) is not Learner else {}
+    others = [cb for cb in self.learn.cbs if cb is not self]
+    return not own.keys().isdisjoint(_OF_A_STEP) or any(map(_looks_at_grads, others))
+
+# %% ../nbs/10_callback.ipynb #4e1178fe
+@patch
+def before_backward(self: MixedPrecision) -> None:
+    "Scale the loss."
+    self.mixed.exclusive = not self._is_watched()
+    self.mixed.masters.expect_grads()
+    self.learn.loss_grad = self.mixed.scale(self.loss_grad)
+    if not self.mixed.exclusive and self.learn.loss_grad.requires_grad:
+        # weak: autograd would never let go of it
+        me: Any = weakref.WeakMethod(self._after_this_backward)
+        self.learn.loss_grad.register_hook(lambda grad: me()(grad))
+
+
+@patch
+def _after_this_backward(self: MixedPrecision, grad):
+    "As the backward pass begins: at its end others may put gradients of any dtype there."
+    at_end_of_backward(self.mixed.masters.take_any_grads)
+
+
+@patch
+def after_backward(self: MixedPrecision) -> None:
+    "Show the true loss again, but where a single batch has overflowed the last one before it."
+    if self.mixed.loss is not None:
+        self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
+    if self.mixed.scaler.is_enabled() and not self._is_searching():
+        self._pass_over_overflow()
+
+
+@patch
+def _pass_over_overflow(self: MixedPrecision):
+    loss, is_finite = self.loss.detach(), self.loss.detach().isfinite()
+    if self._last_loss is not None and self._last_loss.shape == loss.shape:
+        is_shown = is_finite | ~self._was_finite
+        self.learn.loss = torch.where(is_shown, loss, self._last_loss)
+    self._last_loss, self._was_finite = self.loss.detach(), is_finite
+
+
+@patch
+def _is_searching(self: MixedPrecision):
+    return "lr_finder" in vars(self.learn)
+
+# %% ../nbs/10_callback.ipynb #385ab966
+@patch
+def before_step(self: MixedPrecision) -> None:
+    "Take the gradients to the masters, unscale and check them."
+    if not self.mixed.unscale():
+        self.mixed.skip()
+        raise CancelStepException
+
+
+@patch
+def after_step(self: MixedPrecision) -> None:
+    "Let the loss scale follow."
+    try:
+        self.mixed.update()
+    except MixedPrecisionError:
+        if self._is_searching():
+            raise CancelFitException from None  # no scale cures such a rate: it is the answer
+        raise
+
+
+@patch
+def after_batch(self: MixedPrecision) -> None:
+    "End a search for a learning rate at the first loss that is not finite; fastai's goes on."
+    if self.training and self._is_searching() and not self.loss.isfinite().all():
+        raise CancelFitException
+
+
+@patch
+def after_cancel_batch(self: MixedPrecision) -> None:
+    "Keep a batch that was called off apart from the next."
+    self.mixed.cancel()
+
+
+@patch
+def after_fit(self: MixedPrecision) -> None:
+    "From here on gradients come in 32 bits, whoever calls `backward`."
+    if self.mixed.is_attached:
+        self.mixed.masters.expect_grads()
+
+# %% ../nbs/10_callback.ipynb #18a207da
+@patch
+def __repr__(self: MixedPrecision) -> str:
+    """Show what matters."""
+    parts = [str(self.mixed.dtype), f"flat_master={self.mixed.flat_master}"]
+    if self.mixed.scaler.is_enabled():
+        parts.append(f"loss_scale={self.loss_scale:g}, skipped={self.n_skipped}")
+    if self.mixed.keep_fp32:
+        parts.append(f"keep_fp32={self.mixed.keep_fp32!r}")
+    return f"{type(self).__name__}({', '.join(parts)})"
+
+
+@patch_to(MixedPrecision, as_prop=True)
+def loss_scale(self) -> float:
+    "The scale of the next step; 1 where nothing is scaled."
+    return self.mixed.scaler.get_scale()
+
+
+@patch_to(MixedPrecision, as_prop=True)
+def layer_scales(self) -> dict[str, float]:
+    "The scales that layers have of their own, by name; they multiply the loss scale."
+    return {} if self.mixed.layers is None else self.mixed.layers.layer_scales
+
+
+@patch_to(MixedPrecision, as_prop=True)
+def scales(self) -> list[float]:
+    "The scale of each step so far."
+    return self.mixed.scaler.scales
+
+
+@patch_to(MixedPrecision, as_prop=True)
+def skipped(self) -> list[int]:
+    "The numbers of the skipped steps, the first step being 0."
+    return self.mixed.scaler.skipped
+
+
+@patch_to(MixedPrecision, as_prop=True)
+def n_skipped(self) -> int:
+    "How many steps were skipped."
+    return self.mixed.scaler.n_skipped
+
+# %% ../nbs/10_callback.ipynb #50045f3e
+@patch
+def _laid_out(self: MixedPrecision, is_wanted=True):
+    "The masters; where `is_wanted`, in the lists of an optimizer, even if it comes later."
+    if not self.mixed.is_attached:
+        raise MixedPrecisionError("no masters yet: add this callback to a Learner first")
+    self._hold()
+    if is_wanted and self.learn.opt is None:
+        self.mixed.preview(self._make_probe)
+    return self.mixed.masters
+
+
+@patch_to(MixedPrecision, as_prop=True)
+def model_params(self) -> list[list[torch.nn.Parameter]]:
+    "The parameters that are trained: two lists a group, weights; norm parameters and biases."
+    return self._laid_out().model_params
+
+
+@patch_to(MixedPrecision, as_prop=True)
+def master_params(self) -> list[list[torch.nn.Parameter]]:
+    "Their float32 masters: flat, one vector a list."
+    return self._laid_out().master_params
+
+
+@patch
+def float_model(self: MixedPrecision) -> torch.nn.Module:
+    """Make a twin of the model in 32 bits, whose parameters are the masters.
+
+    For averages of weights, evaluation and export in 32 bits; what is trained on shows in it.
+    """
+    return self._laid_out(is_wanted=False).float_model()
+
+
+@patch
+def update_paths(self: MixedPrecision) -> dict[str, int]:
+    "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
+    return self.mixed.opt.update_paths() if self.mixed.has_opt else {}
 
 # %% ../nbs/10_callback.ipynb #d01f9c00
 mixed_precision = partial(MixedPrecision)  # `cbs=mixed_precision(flat_master=True)`

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
 
+from .engine.torch_private import NORMS, apply_to_own, remove_hooks
 from .nested import cast_floats, check_dtype, map_tensors, notice_once
 
 # %% ../nbs/02_cast.ipynb #502f81c6
@@ -47,7 +46,7 @@ def stays_float(
     module: nn.Module,  # looked at without its children
 ) -> bool:
     "Whether `module` stays in 32 bits: BatchNorm and InstanceNorm do."
-    return isinstance(module, _BatchNorm | _InstanceNorm)
+    return isinstance(module, NORMS)
 
 # %% ../nbs/02_cast.ipynb #d9a0fec4
 def is_castable(
@@ -59,9 +58,7 @@ def is_castable(
 
 def _cast_own(module, dtype, stay=()):
     # not `to`, which takes complex parameters along; and an LSTM gathers its weights again
-    module._apply(
-        lambda t: t.to(dtype) if is_castable(t) and id(t) not in stay else t, recurse=False
-    )
+    apply_to_own(module, lambda t: t.to(dtype) if is_castable(t) and id(t) not in stay else t)
 
 
 def bn2float(
@@ -94,10 +91,7 @@ def drop_casts(
     module: nn.Module,  # looked at without its children
 ) -> None:
     "Take off what `compute_in_float` has put around the forward pass of `module`."
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for k in [k for k, hook in hooks.items() if isinstance(hook, _Widen | _Round)]:
-            del hooks[k]
-            module._forward_pre_hooks_with_kwargs.pop(k, None)
+    remove_hooks(module, lambda hook: isinstance(hook, _Widen | _Round))
 
 
 class _Widen:

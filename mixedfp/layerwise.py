@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,7 +25,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from mixedfp.engine.torch_private import (
+    backward_id,
+    count_as_stepped,
+    is_in_transform,
+    is_replica,
+    keeping_version,
+    next_sequence_number,
+    node_class,
+    norm_of_each,
+    sequence_number,
+)
 from .formats import MixedPrecisionError, NumberFormat
+from .nested import check_factors, check_steps
 
 # %% ../nbs/05_layerwise.ipynb #764cd9cd
 @dataclass(eq=False)
@@ -51,7 +63,7 @@ def are_finite(
             kinds.setdefault((v.device, v.dtype), []).append(i)
     flags, order = [], []
     for places in kinds.values():
-        largest = torch._foreach_norm([values[i] for i in places], math.inf)
+        largest = norm_of_each([values[i] for i in places], math.inf)
         flags.append(torch.stack(largest).isfinite())
         order += places
     said = [True] * len(values)
@@ -79,7 +91,7 @@ class _Trace:
 
     def enter(self, owner: LayerInfo | None) -> None:
         if not self.running:
-            self.begun = torch.autograd._get_sequence_nr()
+            self.begun = next_sequence_number()
         self.running.append(self.owners[-1])
         self._note(owner or self.owners[-1])
 
@@ -92,11 +104,11 @@ class _Trace:
 
     def _note(self, owner):
         if owner is not self.owners[-1]:
-            self.starts.append(torch.autograd._get_sequence_nr())
+            self.starts.append(next_sequence_number())
             self.owners.append(owner)
 
     def owner(self, node: Any) -> LayerInfo | None:
-        number = node._sequence_nr()
+        number = sequence_number(node)
         return None if number == _LEAF else self.owners[bisect_right(self.starts, number) - 1]
 
 
@@ -160,20 +172,20 @@ class _Outlet(torch.autograd.Function):
     def backward(ctx, g):
         g = _Border([(ctx.factor, None)])((g,), None)[0]
         for task, other in ctx.passed:
-            if task == torch._C._current_graph_task_id():  # not of a pass that broke off
+            if task == backward_id():  # not of a pass that broke off
                 g = g + other
         ctx.passed.clear()
         return g, None, None
 
 
 def _take(passed, g):
-    passed.append((torch._C._current_graph_task_id(), g))
+    passed.append((backward_id(), g))
 
 
 # in the metadata of nodes: that they need no further hook; the thread that has let them out
 _HOOKED, _THREAD = "mixedfp.layerwise", "mixedfp.layerwise.thread"
-_OUTLET = _Outlet._backward_cls
-_RECOMPUTED = CheckpointFunction._backward_cls
+_OUTLET = node_class(_Outlet)
+_RECOMPUTED = node_class(CheckpointFunction)
 
 # %% ../nbs/05_layerwise.ipynb #6bf0be27
 def _map_tensors(f, o):
@@ -247,12 +259,6 @@ def _check_positive(name, value):
     if not 0 < float(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{name} is {value!r}: expected a finite number above 0, such as 2.0**10")
     return float(value)
-
-
-def _check_steps(name, n):
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
-        raise ValueError(f"`{name}` is {n!r}: expected a whole number of steps, 1 or more")
-    return int(n)
 
 
 def _check_bounds(min_scale, max_scale):
@@ -384,7 +390,7 @@ class _Hooks:
         return self.traces.setdefault(threading.get_ident(), _Trace())
 
     def _enter(self, homes, module, args, kwargs):
-        if "_is_replica" in vars(module):
+        if is_replica(module):
             raise MixedPrecisionError(
                 "nn.DataParallel makes copies whose parameters are no leaves: expected "
                 "DistributedDataParallel, or one device"
@@ -435,8 +441,8 @@ class _Hooks:
         return _map_tensors(partial(self._let_out, trace), output)
 
     def _check_view(self, trace, module, t):
-        node = t._base.grad_fn if t._is_view() and t._base is not None else None
-        if node and node._sequence_nr() >= trace.begun and _scale_of(trace.owner(node)) != 1:
+        node = t._base.grad_fn if t._base is not None else None
+        if node and sequence_number(node) >= trace.begun and _scale_of(trace.owner(node)) != 1:
             raise MixedPrecisionError(
                 f"{self._name(module)} has a scale and writes into a view, where nothing tells its "
                 "gradient from that of the whole: expected inplace=False"
@@ -451,7 +457,7 @@ class _Hooks:
         _map_tensors(lambda t: stay.append(t) or t, inputs)  # written in place
         trace.made, trace.modules = [], {}
         new = {id(t): t for t in stay if t.grad_fn is not None}
-        return [t for t in new.values() if trace.begun <= t.grad_fn._sequence_nr() < _LEAF]
+        return [t for t in new.values() if trace.begun <= sequence_number(t.grad_fn) < _LEAF]
 
     def _let_out(self, trace, t):
         "Put a node outside of all layers behind `t`, if it comes out of one."
@@ -459,12 +465,12 @@ class _Hooks:
             return t
         scale = _scale_of(trace.owner(t.grad_fn))
         if scale != 1:
-            if torch._C._are_functorch_transforms_active():
+            if is_in_transform():
                 raise MixedPrecisionError(_SECOND.format("a transform of torch.func"))
-            if t._is_view():  # what it is a view of is of no concern
+            if t._base is not None:  # what it is a view of is of no concern
                 t = _Outlet.apply(t, scale)
             else:  # whoever holds it has it from outside
-                with torch.autograd._unsafe_preserve_version_counter(t):
+                with keeping_version(t):
                     t = _Outlet.apply(t, scale, True)
             if t.grad_fn is None:
                 return t
@@ -487,7 +493,7 @@ class _Hooks:
         seen, todo = set(), [n for n in nodes if n is not None]
         while todo:
             node = todo.pop()
-            if node in seen or not begun <= node._sequence_nr() < _LEAF or self._is_foreign(node):
+            if node in seen or not begun <= sequence_number(node) < _LEAF or self._is_foreign(node):
                 continue
             seen.add(node)
             nexts = [n for n, _ in node.next_functions]
@@ -564,14 +570,11 @@ class LayerwiseGradientScaler:
     ):
         low, high = _check_bounds(min_scale, max_scale)
         scales = _check_scales(layer_scale_dict or {}, model, low, high)
-        if _check_positive("`growth_factor`", growth_factor) <= 1:
-            raise ValueError(f"`growth_factor` is {growth_factor!r}: expected a number above 1")
-        if _check_positive("`backoff_factor`", backoff_factor) >= 1:
-            raise ValueError(f"`backoff_factor` is {backoff_factor!r}: expected a number below 1")
-        auto_steps = _check_steps("auto_steps", auto_steps)
+        check_factors(growth_factor, backoff_factor)
+        auto_steps = check_steps("auto_steps", auto_steps)
         self.model, self.min_scale, self.max_scale = model, low, high
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.growth_interval = _check_steps("growth_interval", growth_interval)
+        self.growth_interval = check_steps("growth_interval", growth_interval)
         self.dtype = NumberFormat.of(dtype).dtype
         self.auto_steps_left = auto_steps if auto else 0
         self._infos = [
@@ -687,7 +690,7 @@ class LayerwiseGradientScaler:
             self.update()
         self._stepped.append(optimizer)
         if self._scaled and not (self._is_finite and self._others_are_finite(optimizer)):
-            optimizer._opt_called = True  # a schedule may go on: it would warn of a missing step
+            count_as_stepped(optimizer)  # a schedule may go on: it would warn of a missing step
             if hasattr(optimizer, "skip"):  # of a `MasterOptimizer`: running statistics go back
                 optimizer.skip()
             return False

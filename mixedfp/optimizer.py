@@ -29,6 +29,15 @@ from .engine.gradients import GradTaker, _get_grad
 from .engine.masters import MasterParams, check_has_weights
 from .engine.optim import OptimizerOnMasters
 from .engine.optim_access import LooseParams, named_params
+from mixedfp.engine.torch_private import (
+    count_as_stepped,
+    forward_hooks,
+    outside_of_dynamo,
+    remove_hooks,
+    step_hooks,
+    uncompiled,
+    unscales_by_itself,
+)
 from .formats import MixedPrecisionError
 from .nested import check_dtype
 from .scaler import makes_states
@@ -40,7 +49,7 @@ def _check_fresh(optimizer):
             f"`optimizer` is a {type(optimizer).__name__}: expected one of torch.optim "
             "(a fastai Learner has to_fp16() and to_bf16())"
         )
-    hooks = optimizer._optimizer_step_pre_hooks.values()
+    hooks = step_hooks(optimizer)
     if isinstance(optimizer, MasterOptimizer) or any(isinstance(h, _OnlyInside) for h in hooks):
         raise ValueError("the optimizer has masters already: it can be wrapped only once")
     if _has_stepped(optimizer):
@@ -230,8 +239,8 @@ class MasterOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:  # fused ones unscale, and skip on the device
         known = inspect.signature(self.optimizer.step).parameters
-        fused = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        return fused and "grad_scaler" not in known  # that is how it was done before
+        is_told = unscales_by_itself(self.optimizer)
+        return is_told and "grad_scaler" not in known  # that is how it was done before
 
     def update_paths(self) -> dict[str, int]:
         "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
@@ -343,7 +352,7 @@ def _held_lists(self: MasterOptimizer):
 
 
 @patch
-@torch._disable_dynamo
+@outside_of_dynamo
 def _have_done(self: MasterOptimizer, method, *args, **kwargs):
     "Call a method of the optimizer, such as `train` or SAM's `first_step`."
     self._check_masters()
@@ -358,7 +367,7 @@ def _have_done(self: MasterOptimizer, method, *args, **kwargs):
 
 # %% ../nbs/07_optimizer.ipynb #35a5ab1e
 @patch
-@torch._disable_dynamo  # its probes for parameters know no `grad_dtype`
+@outside_of_dynamo  # its probes for parameters know no `grad_dtype`
 def _take_grads(self: MasterOptimizer):
     "Make the model's gradients the masters'."
     if self.masters.is_restored:
@@ -390,7 +399,7 @@ def _is_taken(self: MasterOptimizer):
 
 
 @patch
-@torch._disable_dynamo
+@outside_of_dynamo
 def zero_grad(
     self: MasterOptimizer,
     set_to_none: bool = True,  # False: they keep their memory
@@ -402,7 +411,7 @@ def zero_grad(
 
 # %% ../nbs/07_optimizer.ipynb #00d332f6
 @patch
-@torch._disable_dynamo
+@outside_of_dynamo
 def step(
     self: MasterOptimizer,
     closure: Callable[[], Any] | None = None,  # computes gradients anew, returns the loss
@@ -446,10 +455,10 @@ def _evaluate(self: MasterOptimizer, closure):
 
 
 @patch
-@torch._disable_dynamo
+@outside_of_dynamo
 def skip(self: MasterOptimizer) -> None:
     "Undo a batch that has overflowed: running statistics, and what a step has begun."
-    self.optimizer._opt_called = True  # for schedules that were made over it
+    count_as_stepped(self.optimizer)  # for schedules that were made over it
     self._has_scaler = True
     self.master_to_model()
     self._buffers.snapshot.restore()
@@ -495,7 +504,7 @@ def _check_masters(self: MasterOptimizer):
 
 
 @patch
-@torch._disable_dynamo
+@outside_of_dynamo
 def master_to_model(self: MasterOptimizer) -> None:
     "Give the masters' weights to the model: to be called by who writes into masters."
     self._take_grads()
@@ -579,11 +588,9 @@ def float_model(self: MasterOptimizer) -> nn.Module:
         raise MixedPrecisionError("no model is known: MasterOptimizer(optimizer, model=model)")
     twin = self.masters.float_model()
     if self._taker.look is not None:
-        twin._forward_pre_hooks.pop(self._taker.look.id, None)
+        forward_hooks(twin)[0].pop(self._taker.look.id, None)
     for m in twin.modules():
-        for hooks in (m._forward_pre_hooks, m._forward_hooks):
-            for k in [k for k, hook in hooks.items() if isinstance(hook, PassHook)]:
-                del hooks[k]
+        remove_hooks(m, lambda hook: isinstance(hook, PassHook))
     remove_forward(twin)
     return twin
 
@@ -618,7 +625,7 @@ def with_masters(
     Raises: as `MasterOptimizer`, and TypeError for another `dtype`; then nothing is changed.
     """
     check_dtype(dtype)
-    if isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+    if isinstance(model, DistributedDataParallel) or uncompiled(model) is not model:
         raise ValueError(
             f"`model` is a {type(model).__name__}: give the model inside, and then call "
             "DistributedDataParallel or torch.compile on what with_masters returns"

@@ -21,14 +21,12 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from .cast import is_name_in, to_float
-from .engine.autocast import PromoteMixed
-from .engine.buffers import BufferSnapshot
-from .engine.forward import install_forward
-from .engine.masters import MasterParams
+from .engine.torch_private import count_as_stepped, uncompiled
 from .formats import MixedPrecisionError
 from .nested import check_dtype, check_flag, map_tensors, notice_once
 from .optimizer import MasterOptimizer, with_masters
 from .scaler import LossScaler
+from .step import BufferSnapshot, MasterParams, PromoteMixed, install_forward
 
 # %% ../nbs/12_skorch.ipynb #ce568c3c
 _NAMES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -161,7 +159,7 @@ class _NetScaler:
     def _maybe_opt_step(self, optimizer, *args, **kwargs):
         if not self.found_nonfinite(optimizer):
             return super()._maybe_opt_step(optimizer, *args, **kwargs)
-        optimizer._opt_called = True  # a schedule may go on: it would warn of a missing step
+        count_as_stepped(optimizer)  # a schedule may go on: it would warn of a missing step
         if hasattr(optimizer, "skip"):
             optimizer.skip()
         return False
@@ -421,7 +419,7 @@ class MixedPrecisionMixin:
                 setattr(self, name + "_", optimizer.restore())
 
     def _make_masters(self):
-        modules = nn.ModuleDict({name: _uncompiled(m) for name, m in self._parts(self._modules)})
+        modules = nn.ModuleDict({name: uncompiled(m) for name, m in self._parts(self._modules)})
         for name, criterion in self._parts(self._criteria):
             own = set(criterion.parameters()) - set(modules.parameters())
             if any(p.requires_grad for p in own):
@@ -568,7 +566,7 @@ class MixedPrecisionMixin:
         "A copy without its optimizer is in 32 bits: have it predict as the net did."
         if any(isinstance(getattr(self, f"{n}_", None), MasterOptimizer) for n in self._optimizers):
             return
-        modules = nn.ModuleDict({name: _uncompiled(m) for name, m in self._parts(self._modules)})
+        modules = nn.ModuleDict({name: uncompiled(m) for name, m in self._parts(self._modules)})
         if any(p.requires_grad for p in modules.parameters()):
             keep_fp32 = list(_with_prefix(self.keep_fp32, modules))
             dtype = to_dtype(self.amp_dtype)
@@ -621,6 +619,3 @@ def _with_prefix(keep_fp32, modules):
         prefixes = [f"{name}." for name, m in modules.items() if is_name_in(m, pattern)]
         yield from (prefix + pattern for prefix in prefixes or [""])
 
-
-def _uncompiled(module):
-    return getattr(module, "_orig_mod", module)

@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .cast import is_castable, to_float
+from .engine.autocast import PromoteMixed  # noqa: F401
 from .engine.buffers import BufferSnapshot
+from .engine.copies import check_free  # noqa: F401
 from .engine.elementwise import check_elementwise, is_elementwise, same_random_state  # noqa: F401
 from .engine.forward import HalfForward, inputs_out_of_range, install_forward, remove_forward  # noqa: F401
 from .engine.masters import MasterParams
@@ -30,6 +32,7 @@ from mixedfp.engine.ranks import (
     stop_averaging,
     take_from_first,
 )
+from .engine.torch_private import uncompiled
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import cast_floats, check_dtype, check_flag, check_positive, notice_once
@@ -85,7 +88,7 @@ class MixedStep:
         self._attached: Attached | None = None
         self.loss: Tensor | None = None  # the true one, from `scale` to `update`
         self._inputs, self._check_inputs = None, True
-        self._is_scaled, self._used_scale, self._n_set = False, 1.0, 0
+        self._is_scaled = False
         self._has_warned = False
         # Flat: nobody looks at gradients between `scale` and the end of `step`, so large vectors'
         # stay in 16 bits where they are, until the step's one pass takes and unscales them.
@@ -171,7 +174,7 @@ def attach(
     "Take `model` over, or take over what others did to it since. Raises: as MasterParams."
     ddp = model if isinstance(model, DistributedDataParallel) else None
     called = model if ddp is None else ddp.module
-    model = getattr(called, "_orig_mod", called)  # of what `torch.compile` returns
+    model = uncompiled(called)  # of what `torch.compile` returns
     if self._attached is not None and not self._is_attached_to(model):
         self.detach()
     if self._attached is None:
@@ -206,7 +209,7 @@ def _make_layers(self: MixedStep, model):
 
 @patch
 def _has_forward(self: MixedStep, called):
-    if self.forward is None or not hasattr(called, "_orig_mod"):
+    if self.forward is None or uncompiled(called) is called:
         return self.forward is not None
     return vars(called).get("forward") is self.forward  # a copy is compiled anew, without it
 
@@ -327,19 +330,15 @@ def scale(
     loss: Tensor,  # (), float32
 ) -> Tensor:  # the one to call `backward` on
     "Scale the loss; until `update`, `self.loss` is the true one."
-    if self.opt.unscaled:  # the last step was called off: its gradients are added to
-        self.opt.rescale(self.scaler.get_scale())
-    else:
-        self._follow_scale()
-    self._used_scale = self.scaler.current_scale()
-    self._n_set = self.scaler.n_set
+    before = self.scaler.used_scale
     self.scaler.forget(self.opt.held)
-    self.opt.found = None
-    self.loss, self._is_scaled = loss, self.scaler.is_enabled()
-    self.opt.keep_half_grads(loss if self._is_exclusive() else None)
     if self.layers is not None:
         self.layers.trace_loss(loss)
     scaled: Any = self.scaler.scale(loss)
+    self._bring_to_scale(before)
+    self.opt.found = None
+    self.loss, self._is_scaled = loss, self.scaler.is_enabled()
+    self.opt.keep_half_grads(loss if self._is_exclusive() else None)
     return scaled
 
 
@@ -349,13 +348,13 @@ def _is_exclusive(self: MixedStep):
 
 
 @patch
-def _follow_scale(self: MixedStep):
-    "A checkpoint may have brought another scale since the loss was scaled."
-    if self._is_scaled and not self.opt.unscaled and self._n_set != self.scaler.n_set:
-        now, self._n_set = self.scaler.current_scale(), self.scaler.n_set
-        self.opt.rescale(float(now) / float(self._used_scale))
-        self.scaler.are_at_scale()
-        self._used_scale = now
+def _bring_to_scale(self: MixedStep, before):
+    "Multiply the gradients that are there, which are added to, up to the scale of the loss."
+    now = self.scaler.used_scale
+    if self.opt.unscaled:  # the last step was called off
+        self.opt.rescale(float(now))
+    elif self._is_scaled and now is not before:  # an `update` by hand came after the last loss
+        self.opt.rescale(float(now) / float(before))
 
 # %% ../nbs/06_step.ipynb #091ee5cd
 @patch
@@ -368,7 +367,6 @@ def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip
         self.layers.unscale()
     if not self._is_scaled:
         return True  # or somebody called backward on a loss of their own
-    self._follow_scale()
     self.scaler.unscale_(self.opt.held)
     self.opt.unscaled = True
     if self.opt.waiting:
@@ -445,7 +443,7 @@ def detach(self: MixedStep) -> None:
         return
     if it.opt is not None:
         if self._is_scaled and not it.opt.unscaled:  # called off in between
-            it.opt.rescale(1 / float(self._used_scale))
+            it.opt.rescale(1 / float(self.scaler.used_scale))
         it.opt.detach()
     if it.forward is not None:
         it.forward.remove()

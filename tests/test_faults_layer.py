@@ -125,6 +125,54 @@ def test_5_scaler_loaded_in_the_middle_of_an_iteration():
     assert scaler.get_scale() == 64.0
 
 
+def test_5_scaler_one_scale_from_the_first_loss_of_an_iteration_to_update():
+    (w1, o1), (w2, o2) = weight(), weight()
+    scaler = LossScaler("cpu", init_scale=8.0)
+    state = {**scaler.state_dict(), "scale": 64.0}
+    assert scaler.used_scale == 1.0 and not scaler.is_checked(o1)
+    scaler.scale(w1.sum() + w2.sum()).backward()
+    scaler.unscale_(o1)
+    scaler.load_state_dict(state)
+    assert scaler.is_checked(o1) and not scaler.is_checked(o2)
+    scaled = scaler.scale([w1.sum(), w2.sum()])
+    assert scaler.used_scale == 8.0 and not scaler.is_checked(o1)  # it is added to
+    sum(scaled).backward()
+    for w, o in ((w1, o1), (w2, o2)):
+        scaler.step(o)
+        assert_same(w.detach(), torch.full((2,), -2.0))
+        o.zero_grad()
+    scaler.update()
+    assert scaler.get_scale() == 64.0 and scaler.used_scale == 8.0 and not scaler.is_checked(o2)
+    assert scaler.scale(torch.ones(())) == scaler.used_scale == 64.0
+    scaler.step(o1)
+    scaler.update()
+    assert scaler.scales == [8.0, 64.0]
+
+
+def test_5_step_an_update_by_hand_between_two_losses_that_are_added():
+    mixed, model = MixedStep(torch.float32, scaler=LossScaler(init_scale=8.0)), nn.Linear(2, 1)
+    weight = model.weight.detach().clone()
+    mixed.attach(model)
+    opt = mixed.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    for i in range(3):
+        mixed.scale(model(torch.ones(1, 2)).sum()).backward()
+        if i == 0:
+            mixed.scaler.update(64.0)
+        elif i == 1:
+            mixed.scaler.load_state_dict({**mixed.scaler.state_dict(), "scale": 2.0})
+    mixed.scaler.update(4.0)
+    assert mixed.unscale()
+    assert_same(model.weight.grad, torch.full((1, 2), 3.0))
+    mixed.step()
+    mixed.update()
+    opt.zero_grad()
+    mixed.scale(model(torch.ones(1, 2)).sum()).backward()
+    mixed.scaler.update(16.0)
+    mixed.detach()  # called off
+    assert_same(model.weight.grad, torch.ones(1, 2))
+    assert_same(model.weight.detach(), weight - 3)
+
+
 def test_5_scaler_set_by_hand_in_the_middle_of_a_batch():
     def fit(cbs):
         torch.manual_seed(0)
@@ -312,7 +360,7 @@ def test_1_03_a_model_on_the_cpu_of_a_machine_with_an_accelerator():
     scaler.scale(w.sum()).backward()
     scaler.step(opt)
     scaler.update()
-    assert w.tolist() == [-1, -1] and scaler.current_scale().device.type == "cpu"
+    assert w.tolist() == [-1, -1] and scaler.used_scale.device.type == "cpu"
 
     model = torch.nn.Linear(2, 1)
     opt = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -7,10 +7,11 @@
     5 trainers  optimizer, callback ‖ skorch, checkpoint   loops, fastai, skorch
     6 tools     report, command, examples, compare, all    data, the command, what users import
 
-Nobody above the step imports the engine but through `step` and `optimizer`, except for what DOORS
-lets through. Floors 1 to 4 and `optimizer` need torch, fastcore's `patch` and the standard library
-alone; a function there may still import matplotlib when it is asked for a plot. `command` imports
-the module that does what it reads when it has read it, in a function: the one way down.
+`engine.torch_private` knows nothing of ours: every floor may use it, the first one too.
+Nobody above the step imports the engine but through `step` and `optimizer`. Floors 1 to 4 and
+`optimizer` need torch, fastcore's `patch` and the standard library alone; a function there may
+still import matplotlib when it is asked for a plot. `command` imports the module that does what it
+reads when it has read it, in a function: the one way down.
 """
 
 import ast
@@ -21,7 +22,8 @@ from pathlib import Path
 from notebooks import ROOT
 
 PACKAGE = "mixedfp"
-NUMBERS = {"formats", "testing", "nested"}
+PRIVATE = "engine.torch_private"  # of PyTorch
+NUMBERS = {"formats", "testing", "nested", PRIVATE}
 IDEAS = {"cast", "master", "scaler", "layerwise"}
 # each of these may import those before it
 ENGINE = [
@@ -30,7 +32,8 @@ ENGINE = [
     optim_access elementwise onepass optim buffers gradients""".split()
 ]
 
-BELOW = {"formats": set(), "testing": {"formats"}, "nested": {"formats"}}
+BELOW = {PRIVATE: set(), "formats": {PRIVATE}}
+BELOW |= {"testing": {PRIVATE, "formats"}, "nested": {PRIVATE, "formats"}}
 BELOW |= {idea: NUMBERS for idea in IDEAS}
 BELOW["master"] = NUMBERS | {"engine.masters"}  # shows it under its public name, when asked for it
 for i, room in enumerate(ENGINE):
@@ -38,13 +41,8 @@ for i, room in enumerate(ENGINE):
 BELOW["step"] = NUMBERS | IDEAS | set(ENGINE)
 BELOW["optimizer"] = BELOW["report"] = BELOW["step"] | {"step"}
 CORE = set(BELOW)
-DOORS = {
-    "callback": {"engine.copies"},
-    "skorch": {"engine.autocast", "engine.buffers", "engine.forward", "engine.masters"},
-}
 UP_TO_STEP = NUMBERS | IDEAS | {"step", "optimizer", "report"}
-BELOW["callback"] = UP_TO_STEP | DOORS["callback"]
-BELOW["skorch"] = UP_TO_STEP | DOORS["skorch"]
+BELOW["callback"] = BELOW["skorch"] = UP_TO_STEP
 BELOW["checkpoint"] = UP_TO_STEP | {"callback"}
 BELOW["examples"] = UP_TO_STEP | {"callback", "skorch", "checkpoint"}
 BELOW["command"] = set()

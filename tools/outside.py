@@ -33,8 +33,9 @@ INNER = frozenset(
 # private attributes of objects of torch, fastai and Python that tests look at
 THEIRS = frozenset(
     """_backward_hooks _base _buffers _field_defaults _fields _forward_hooks _forward_pre_hooks
-    _found_inf_per_device _get_growth_tracker _load_state_dict_pre_hooks _optimizer_step_pre_hooks
-    _post_accumulate_grad_hooks _replace _sequence_nr _state_dict_hooks _step _values
+    _found_inf_per_device _get_growth_tracker _load_state_dict_pre_hooks _modules
+    _optimizer_step_pre_hooks _parameters _post_accumulate_grad_hooks _replace
+    _replicate_for_data_parallel _sequence_nr _state_dict_hooks _step _values
     _version""".split()
 )
 NAMED = re.compile(rf"{PACKAGE}(\.\w+)+")

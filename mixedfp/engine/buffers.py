@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from .torch_private import module_of_call
 from ..nested import map_tensors
 
 # %% ../../nbs/engine/15_buffers.ipynb #e6914cf3
@@ -73,7 +75,7 @@ class BufferSnapshot:
         "Accept what was written."
         self.is_pending = False
 
-# %% ../../nbs/engine/15_buffers.ipynb #7a0d49f9
+# %% ../../nbs/engine/15_buffers.ipynb #e6ae305e
 class IterationBuffers:
     """The buffers of a model as they were when an iteration began.
 
@@ -93,7 +95,7 @@ class IterationBuffers:
         self._token, self._pass, self._unseen = lambda: None, None, None
         # gradients that were cleared and kept, and how often each was written; None: whatever is
         # there at the next pass is of no pass before, since no graph was left
-        self._zeros = None
+        self._zeros: list[tuple[Tensor, int]] | None = None
         self._depth = 0  # of passes that are under way: a model may call itself
         self._hooks, self._called = [], _called(model)
         if self.snapshot.slots:
@@ -109,85 +111,6 @@ class IterationBuffers:
             if not any(m is root for root in called):  # it may be called alone
                 self._hooks.append(m.register_forward_pre_hook(PassHook(me, "_begin_part")))
 
-    def _begin_pass(self, module, args):
-        if self._depth and not self._is_within_pass():  # the last one has raised
-            self._depth, self._pass = 0, None
-        self._depth += 1
-        token = self._token()
-        if not self._goes_on() and (token is None or self.is_cleared):
-            self._save()
-            token = None
-        self.is_cleared = False
-        if token is None:
-            token = _Token()
-            self._token = weakref.ref(token)
-        self._pass = token
-
-    def _end_pass(self, module, args, out):
-        token, found = self._token(), []
-        map_tensors(lambda t: found.append(t.grad_fn) or t, out)
-        nodes = [node for node in found if node is not None]
-        for node in nodes:
-            node.metadata[id(self)] = token  # until the graph is freed
-        if not nodes:
-            self._unseen = token
-        self._depth = max(self._depth - 1, 0)
-        if not self._depth:
-            self._pass = None
-
-    def _is_within_pass(self):
-        "Whether a pass has called the one that begins; no hook is called for one that has raised."
-        frame, n = sys._getframe(1), 0
-        while frame is not None and n < 2:
-            if frame.f_code.co_name == "_call_impl":
-                m = frame.f_locals.get("self")
-                n += any(m is called for called in self._called)
-            frame = frame.f_back
-        return n > 1
-
-    def _begin_part(self, module, args):
-        if not self._goes_on() and (not self._has_begun or self.is_cleared):
-            self._save()
-            self.is_cleared = False
-
-    def _goes_on(self):
-        if not (self.snapshot.is_pending and self._has_begun):
-            return False
-        if self.is_within_step:
-            return True
-        if self.is_cleared and self._zeros is None:
-            return False
-        if not (self.is_cleared and self._zeros):
-            return any(p.grad is not None for p in self.params())
-        grads = [p.grad for p in self.params() if p.grad is not None]
-        now = [(id(g), g._version) for g in grads]
-        return now != [(id(g), version) for g, version in self._zeros]
-
-    def clear(
-        self,
-        set_to_none: bool,  # as given to `zero_grad`: then no gradient is left to look at
-    ) -> None:
-        "Begin anew with the next pass: the gradients were cleared, maybe to zeros."
-        if not self.is_within_step:
-            self.is_cleared, self._zeros = True, None
-            if self._token() is not None:
-                grads = [] if set_to_none else [p.grad for p in self.params()]
-                self._zeros = [(g, g._version) for g in grads if g is not None]
-
-    def _save(self):
-        self._has_begun = True
-        self.snapshot.discard()
-        if self.is_wanted:
-            self.snapshot.save()
-
-    def end(self) -> None:
-        "End the iteration: what was written is accepted."
-        self.snapshot.discard()
-        if self.is_wanted and not self._has_begun:  # compiled passes call no hooks
-            self.snapshot.save()
-        self._has_begun = False
-        self._token, self._pass, self._unseen = lambda: None, None, None
-
     def remove(self) -> None:
         "Listen to the model no more."
         for hook in self._hooks:
@@ -199,6 +122,13 @@ class _Token:
     "Lives as long as the graphs that hold it."
 
 
+def _called(model):
+    "The modules that are called: lists and dicts of modules have no forward pass."
+    if type(model).forward is not nn.Module.forward:
+        return [model]
+    return [m for child in model.children() for m in _called(child)]
+
+# %% ../../nbs/engine/15_buffers.ipynb #d07102b4
 class PassHook:
     "Tells `IterationBuffers` of a forward pass to train on; in a copy of the model, nobody."
 
@@ -221,9 +151,97 @@ class PassHook:
 def _nobody():
     return None
 
+# %% ../../nbs/engine/15_buffers.ipynb #dbce21a3
+@patch
+def _begin_pass(self: IterationBuffers, module, args):
+    if self._depth and not self._is_within_pass():  # the last one has raised
+        self._depth, self._pass = 0, None
+    self._depth += 1
+    token = self._token()
+    if not self._goes_on() and (token is None or self.is_cleared):
+        self._save()
+        token = None
+    self.is_cleared = False
+    if token is None:
+        token = _Token()
+        self._token = weakref.ref(token)
+    self._pass = token
 
-def _called(model):
-    "The modules that are called: lists and dicts of modules have no forward pass."
-    if type(model).forward is not nn.Module.forward:
-        return [model]
-    return [m for child in model.children() for m in _called(child)]
+
+@patch
+def _begin_part(self: IterationBuffers, module, args):
+    if not self._goes_on() and (not self._has_begun or self.is_cleared):
+        self._save()
+        self.is_cleared = False
+
+
+@patch
+def _save(self: IterationBuffers):
+    self._has_begun = True
+    self.snapshot.discard()
+    if self.is_wanted:
+        self.snapshot.save()
+
+# %% ../../nbs/engine/15_buffers.ipynb #f1b0cdae
+@patch
+def _goes_on(self: IterationBuffers):
+    "Whether gradients tell that the next pass is of the iteration that has begun."
+    if not (self.snapshot.is_pending and self._has_begun):
+        return False
+    if self.is_within_step:
+        return True
+    if not self.is_cleared:
+        return any(p.grad is not None for p in self.params())
+    if self._zeros is None:
+        return False
+    grads = [p.grad for p in self.params() if p.grad is not None]
+    now = [(id(g), g._version) for g in grads]
+    return now != [(id(g), version) for g, version in self._zeros]
+
+# %% ../../nbs/engine/15_buffers.ipynb #404d63a2
+@patch
+def clear(
+    self: IterationBuffers,
+    set_to_none: bool,  # as given to `zero_grad`: then no gradient is left to look at
+) -> None:
+    "Begin anew with the next pass: the gradients were cleared, maybe to zeros."
+    if not self.is_within_step:
+        self.is_cleared, self._zeros = True, None
+        if self._token() is not None:
+            grads = [] if set_to_none else [p.grad for p in self.params()]
+            self._zeros = [(g, g._version) for g in grads if g is not None]
+
+# %% ../../nbs/engine/15_buffers.ipynb #884bfbc6
+@patch
+def _end_pass(self: IterationBuffers, module, args, out):
+    token, found = self._token(), []
+    map_tensors(lambda t: found.append(t.grad_fn) or t, out)
+    nodes = [node for node in found if node is not None]
+    for node in nodes:
+        node.metadata[id(self)] = token  # until the graph is freed
+    if not nodes:
+        self._unseen = token
+    self._depth = max(self._depth - 1, 0)
+    if not self._depth:
+        self._pass = None
+
+# %% ../../nbs/engine/15_buffers.ipynb #28e499ad
+@patch
+def _is_within_pass(self: IterationBuffers):
+    "Whether a pass of the model has called the one that begins: it is on the stack."
+    frame, n = sys._getframe(1), 0
+    while frame is not None and n < 2:
+        m = module_of_call(frame)
+        n += any(m is called for called in self._called)
+        frame = frame.f_back
+    return n > 1
+
+# %% ../../nbs/engine/15_buffers.ipynb #d5991c00
+@patch
+def end(self: IterationBuffers) -> None:
+    "End the iteration: what was written is accepted."
+    self.snapshot.discard()
+    if self.is_wanted and not self._has_begun:  # compiled passes call no hooks
+        self.snapshot.save()
+    self._has_begun = False
+    self._token, self._pass, self._unseen = lambda: None, None, None

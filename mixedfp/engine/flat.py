@@ -13,9 +13,11 @@ from operator import attrgetter, is_not
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .torch_private import copy_each_
 from ..formats import MixedPrecisionError
 
 # %% ../../nbs/engine/04_flat.ipynb #8a86303e
@@ -40,7 +42,7 @@ def _unflatten(vector, like):
             return view.as_strided(like.shape, like.stride())
     return view
 
-# %% ../../nbs/engine/04_flat.ipynb #852a2670
+# %% ../../nbs/engine/04_flat.ipynb #252d5457
 def split_vector(vector, params):
     "Views of `vector`, one in the shape of each of `params`."
     pieces = vector.split([p.numel() for p in params])
@@ -61,7 +63,7 @@ def _join(values, params):
         end += part.nbytes
     return parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
 
-
+# %% ../../nbs/engine/04_flat.ipynb #40c4e02d
 def as_own_storage(
     t: Tensor,  # maybe a part of something larger, all of which a file of it would hold
 ) -> Tensor:  # the same memory, so that who writes to one writes to both
@@ -85,7 +87,7 @@ def upcast_grad(
     g = _get_grad(p)
     p.grad = (g.coalesce() if g.is_sparse else g).to(dtype)
 
-# %% ../../nbs/engine/04_flat.ipynb #3aeda033
+# %% ../../nbs/engine/04_flat.ipynb #5f2cd6dc
 SPARSE_IN_VECTORS = (
     "a sparse gradient cannot go into a flat vector: use flat_master=False, "
     "or nn.Embedding(sparse=False)"
@@ -104,12 +106,12 @@ def check_dense(
 def _gather(grads, views):
     "Copy gradients into views of a vector."
     try:
-        torch._foreach_copy_(views, grads)
+        copy_each_(views, grads)
     except RuntimeError:
         check_dense(grads)
         raise
 
-
+# %% ../../nbs/engine/04_flat.ipynb #ec821dea
 class GradBuffer:
     "The gradients of parameters whose masters lie in one vector: no memory before they are needed."
 
@@ -135,15 +137,6 @@ class GradBuffer:
         self.places |= {p: (v.data_ptr(), v.stride(), v.storage_offset()) for p, v in views.items()}
         return views
 
-    def put_back(
-        self,
-        params: Iterable[Parameter],  # whose views are to be where they belong
-    ) -> None:
-        "Lay views over the vector again that somebody has laid over other memory."
-        for p in params:
-            _, strides, offset = self.places[p]
-            self.views[p].data = self.whole.as_strided(self.views[p].shape, strides, offset)
-
     def clear(
         self,
         part: slice,  # of the vector
@@ -152,7 +145,18 @@ class GradBuffer:
         if self.is_there:
             self.whole[part].zero_()
 
-# %% ../../nbs/engine/04_flat.ipynb #9eb2dede
+# %% ../../nbs/engine/04_flat.ipynb #db41e92b
+@patch
+def put_back(
+    self: GradBuffer,
+    params: Iterable[Parameter],  # whose views are to be where they belong
+) -> None:
+    "Lay views over the vector again that somebody has laid over other memory."
+    for p in params:
+        _, strides, offset = self.places[p]
+        self.views[p].data = self.whole.as_strided(self.views[p].shape, strides, offset)
+
+# %% ../../nbs/engine/04_flat.ipynb #d4b9e1cb
 class Bucket:
     "What an optimizer steps as one tensor: a master, and the model parameters it is the master of."
 
@@ -165,20 +169,13 @@ class Bucket:
         part: slice = slice(None),  # flat: of the vector that those have
     ):
         self.params, self.master, self.part = params, master, part
-        self._flat_grads = grad_buffer
+        self.grad_buffer: Any = grad_buffer  # of a bucket of one parameter: None
         self.weights = [master] if weights is None else weights
         self.is_flat = weights is not None
         self.shown = None  # the gradient that the master was seen with
         self.left = None  # the parameters' gradients that `detach_grads` has left where they are
         self._chunks = {}
         self.probe: Any = None  # a few numbers in its place, for `OnePass`
-
-    @property
-    def grad_buffer(self) -> GradBuffer:
-        "Flat: the gradients of its parameters, and maybe of others."
-        if self._flat_grads is None:
-            raise TypeError("a bucket of one parameter has no vector of gradients")
-        return self._flat_grads
 
     @cached_property
     def grad(self) -> Tensor:
@@ -191,156 +188,143 @@ class Bucket:
         "Flat: views of `grad`, one a parameter."
         return [self.grad_buffer.views[p] for p in self.params]
 
-    def grads_to_master(
-        self,
-        grads: list[Tensor | None] | None = None,  # of the parameters, if they were just looked at
-    ) -> None:
-        "Make the parameters' gradients, in float32, the master's: the same memory, seen by both."
-        grads = self._take_replaced([p.grad for p in self.params] if grads is None else grads)
-        if grads[0] is None:  # then none of them has one
-            self.master.grad = None
-        elif not self.is_flat:
-            self.master.grad = self._widen(self.params[0])
-        else:
-            if not self.has(grads):
-                if self._places != list(map(Tensor.data_ptr, self.grads)):
-                    grads = [g.detach() for g in grads if g is not None]
-                    self.grad_buffer.put_back(self.params)
-                _gather(grads, self.grads)
-                for p, g in zip(self.params, self.grads, strict=True):
-                    p.grad = g
-            self.grad_buffer.vector.grad = self.grad_buffer.whole
-            self.master.grad = self.grad
-        self.shown = self.master.grad
-
     @cached_property
     def _places(self):
         self.grads  # noqa: B018, the views are there, and their places with them
         return [self.grad_buffer.places[p][0] for p in self.params]
 
-    def has(
-        self,
-        grads: list[Tensor | None],  # of the parameters
-    ) -> bool:
-        "Whether these are what the master shows: flat, views of its gradient, where they belong."
-        if not self.is_flat:
-            return grads[0] is self.master.grad
-        is_ours = self.grad_buffer.is_there and not any(map(is_not, grads, self.grads))
-        return is_ours and [g.data_ptr() for g in grads if g is not None] == self._places
+# %% ../../nbs/engine/04_flat.ipynb #2164b0ce
+@patch
+def has(
+    self: Bucket,
+    grads: list[Tensor | None],  # of the parameters
+) -> bool:
+    "Whether these are what the master shows: flat, views of its gradient, where they belong."
+    if not self.is_flat:
+        return grads[0] is self.master.grad
+    is_ours = self.grad_buffer.is_there and not any(map(is_not, grads, self.grads))
+    return is_ours and [g.data_ptr() for g in grads if g is not None] == self._places
 
-    def detach_grads(
-        self,
-        grads: list[Tensor] | None = None,  # the parameters', for `take_left`
-    ) -> None:
-        "Leave the parameters' gradients where they are: the master shows none."
-        self.master.grad = self.shown = None
-        self.left = grads
-        if self.is_flat:
-            self.grad_buffer.vector.grad = None
 
-    def take_left(
-        self,
-        factor: Tensor | None,  # (), what they are to be multiplied with
-    ) -> None:
-        "Make the gradients that were left true; those that have come in their place are true."
-        left, self.left = self.left, None
-        now = [p.grad for p in self.params]
-        if left is None or all(a is b for a, b in zip(now, left, strict=True)):
-            self.grads_to_master(now)
-            if factor is not None:
-                self.grad.mul_(factor)
-            return
-        for p, g, was in zip(self.params, now, left, strict=True):
-            if g is not None and g is was:
-                g = g.to(self.master.dtype)
-                p.grad = g if factor is None else g * factor
+@patch
+def has_taken(self: Bucket) -> bool:
+    "Flat: whether the parameters' gradients are the master's memory."
+    return self.has([p.grad for p in self.params])
 
-    def _take_replaced(self, grads):
-        "Take over what somebody has put into `master.grad`, if the parameters' are as shown."
-        now = self.master.grad
-        if self.shown is None or now is self.shown:
-            return grads
-        if any(map(is_not, grads, self.grads if self.is_flat else [self.shown])):
-            return grads
-        if self.is_flat and now is not None:
-            self.grad.copy_(now)
-            return grads
-        for p in self.params:
-            p.grad = now
-        return [now for _ in grads]
-
-    def _widen(self, p):
-        if p is not self.master and p.grad.dtype != self.master.dtype:
+# %% ../../nbs/engine/04_flat.ipynb #60894742
+@patch
+def grads_to_master(
+    self: Bucket,
+    grads: list[Tensor | None] | None = None,  # of the parameters, if they were just looked at
+) -> None:
+    "Make the parameters' gradients, in float32, the master's: the same memory, seen by both."
+    now = [p.grad for p in self.params] if grads is None else grads
+    now = self._take_replaced(now)
+    if now[0] is None:  # then none of them has one
+        self.master.grad = None
+    elif not self.is_flat:
+        (p,) = self.params
+        if p is not self.master and now[0].dtype != self.master.dtype:
             upcast_grad(p, self.master.dtype)
-        return p.grad
-
-    def has_taken(self) -> bool:
-        "Flat: whether the parameters' gradients are the master's memory."
-        return self.has([p.grad for p in self.params])
-
-    def chunks(
-        self,
-        size: int,  # elements: as many as shall be in the cache at once
-        alone: int,  # a parameter of so many is a chunk of its own
-        is_cut: bool = True,  # or several, each of at most `size`
-    ) -> list["Chunk"]:
-        "Flat: cut the vector into what is stepped at once."
-        if (size, alone, is_cut) not in self._chunks:
-            self._chunks[size, alone, is_cut] = list(self._cut(size, alone, is_cut))
-        return self._chunks[size, alone, is_cut]
-
-    def _cut(self, size, alone, is_cut):
-        run, start, stop = [], 0, 0
-        for i, p in enumerate([*self.params, None]):
-            n = 0 if p is None else p.numel()
-            if run and (p is None or n >= alone or stop - start + n > size):
-                if stop > start:  # parameters may be empty
-                    yield Chunk(self, run, slice(start, stop))
-                run, start = [], stop
-            stop += n
-            if p is not None and n >= alone:
-                step = size if is_cut else n
-                for a in range(0, n, step):
-                    inside = slice(a, min(a + step, n))
-                    part = slice(start + inside.start, start + inside.stop)
-                    yield Chunk(self, [i], part, inside)
-                start = stop
-            elif p is not None:
-                run.append(i)
-
-    def join(
-        self,
-        states: list[
-            dict
-        ],  # an optimizer's state of each parameter, with the same keys and numbers
-    ) -> dict:  # its state of the master
-        "Put the optimizer's states of the parameters together."
-        if not self.is_flat:
-            return states[0]
-        return {k: self._join_one([s[k] for s in states]) for k in states[0]}
-
-    def _join_one(self, values):
-        has_shape = isinstance(values[0], Tensor) and values[0].shape == self.params[0].shape
-        return _join(values, self.weights) if has_shape else values[0]
-
-    def split(
-        self,
-        state: dict,  # an optimizer's state of the master
-    ) -> list[dict]:  # of each parameter; the tensors are views
-        "Take the optimizer's state of the master apart again."
-        if not self.is_flat:
-            return [state]
-        parts = {k: self._split_one(v) for k, v in state.items()}
-        return [{k: values[i] for k, values in parts.items()} for i in range(len(self.params))]
-
-    def _split_one(self, value):
-        if not isinstance(value, Tensor):
-            return [value] * len(self.params)
-        if value.shape == self.master.shape:
-            return split_vector(value, self.weights)
-        return [value.clone() for _ in self.params]
+        self.master.grad = p.grad
+    else:
+        if not self.has(now):
+            if self._places != list(map(Tensor.data_ptr, self.grads)):
+                now = [g.detach() for g in now]
+                self.grad_buffer.put_back(self.params)
+            _gather(now, self.grads)
+            for p, g in zip(self.params, self.grads, strict=True):
+                p.grad = g
+        self.grad_buffer.vector.grad = self.grad_buffer.whole
+        self.master.grad = self.grad
+    self.shown = self.master.grad
 
 
+@patch
+def _take_replaced(self: Bucket, grads):
+    "Take over what somebody has put into `master.grad`, if the parameters' are as shown."
+    now = self.master.grad
+    if self.shown is None or now is self.shown:
+        return grads
+    if any(map(is_not, grads, self.grads if self.is_flat else [self.shown])):
+        return grads
+    if self.is_flat and now is not None:
+        self.grad.copy_(now)
+        return grads
+    for p in self.params:
+        p.grad = now
+    return [now for _ in grads]
+
+# %% ../../nbs/engine/04_flat.ipynb #8df322d2
+@patch
+def detach_grads(
+    self: Bucket,
+    grads: list[Tensor] | None = None,  # the parameters', for `take_left`
+) -> None:
+    "Leave the parameters' gradients where they are: the master shows none."
+    self.master.grad = self.shown = None
+    self.left = grads
+    if self.is_flat:
+        self.grad_buffer.vector.grad = None
+
+
+@patch
+def take_left(
+    self: Bucket,
+    factor: Tensor | None,  # (), what they are to be multiplied with
+) -> None:
+    "Make the gradients that were left true; those that have come in their place are true."
+    left, self.left = self.left, None
+    now = [p.grad for p in self.params]
+    if left is None or all(a is b for a, b in zip(now, left, strict=True)):
+        self.grads_to_master(now)
+        if factor is not None:
+            self.grad.mul_(factor)
+        return
+    for p, g, was in zip(self.params, now, left, strict=True):
+        if g is not None and g is was:
+            g = g.to(self.master.dtype)
+            p.grad = g if factor is None else g * factor
+
+# %% ../../nbs/engine/04_flat.ipynb #421cf091
+@patch
+def join(
+    self: Bucket,
+    states: list[dict],  # an optimizer's, one a parameter, with the same keys and numbers
+) -> dict:  # its state of the master
+    "Put the optimizer's states of the parameters together."
+    if not self.is_flat:
+        return states[0]
+    return {k: self._join_one([s[k] for s in states]) for k in states[0]}
+
+
+@patch
+def split(
+    self: Bucket,
+    state: dict,  # an optimizer's state of the master
+) -> list[dict]:  # of each parameter; the tensors are views
+    "Take the optimizer's state of the master apart again."
+    if not self.is_flat:
+        return [state]
+    parts = {k: self._split_one(v) for k, v in state.items()}
+    return [{k: values[i] for k, values in parts.items()} for i in range(len(self.params))]
+
+
+@patch
+def _join_one(self: Bucket, values):
+    has_shape = isinstance(values[0], Tensor) and values[0].shape == self.params[0].shape
+    return _join(values, self.weights) if has_shape else values[0]
+
+
+@patch
+def _split_one(self: Bucket, value):
+    if not isinstance(value, Tensor):
+        return [value] * len(self.params)
+    if value.shape == self.master.shape:
+        return split_vector(value, self.weights)
+    return [value.clone() for _ in self.params]
+
+# %% ../../nbs/engine/04_flat.ipynb #f6913ef2
 class Chunk:
     "A part of a flat bucket that is stepped at once: a few parameters, or a piece of a large one."
 
@@ -384,10 +368,44 @@ class Chunk:
     def master_to_model(self) -> None:
         "Write the masters into the model, rounded."
         if self.inside is None:
-            torch._foreach_copy_([*self.params], self.weights)
+            copy_each_([*self.params], self.weights)
             return
         out = self.out()
         if out is None:
             self.params[0].detach().copy_(self.weights[0])
         else:
             out.copy_(self.master)
+
+# %% ../../nbs/engine/04_flat.ipynb #a07125df
+@patch
+def chunks(
+    self: Bucket,
+    size: int,  # elements: as many as shall be in the cache at once
+    alone: int,  # a parameter of so many is a chunk of its own
+    is_cut: bool = True,  # or several, each of at most `size`
+) -> list["Chunk"]:
+    "Flat: cut the vector into what is stepped at once."
+    if (size, alone, is_cut) not in self._chunks:
+        self._chunks[size, alone, is_cut] = list(self._cut(size, alone, is_cut))
+    return self._chunks[size, alone, is_cut]
+
+
+@patch
+def _cut(self: Bucket, size, alone, is_cut):
+    run, start, stop = [], 0, 0
+    for i, p in enumerate([*self.params, None]):
+        n = 0 if p is None else p.numel()
+        if run and (p is None or n >= alone or stop - start + n > size):
+            if stop > start:  # parameters may be empty
+                yield Chunk(self, run, slice(start, stop))
+            run, start = [], stop
+        stop += n
+        if p is not None and n >= alone:
+            step = size if is_cut else n
+            for a in range(0, n, step):
+                inside = slice(a, min(a + step, n))
+                part = slice(start + inside.start, start + inside.stop)
+                yield Chunk(self, [i], part, inside)
+            start = stop
+        elif p is not None:
+            run.append(i)

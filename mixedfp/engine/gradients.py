@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from .masters import MasterParams
 from .optim_access import LooseParams
 from .ranks import take_from_first
+from .torch_private import active_ddp
 
 # %% ../../nbs/engine/16_gradients.ipynb #ffa3e97e
 _get_grad = attrgetter("grad")
@@ -91,7 +91,7 @@ class GradTaker:
         return self.sends and self.ddp() is not None
 
     def _look_for_ddp(self, module, args):
-        ddp = DistributedDataParallel._active_ddp_module  # private; tested with two processes
+        ddp = active_ddp()
         if ddp is None or not torch.is_grad_enabled():
             return
         if self.ddp is None or self.ddp() is not ddp:

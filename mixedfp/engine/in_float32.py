@@ -20,6 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..cast import to_float
+from mixedfp.engine.torch_private import (
+    cpu_has_amx,
+    cpu_has_bf16,
+    cpu_has_fp16,
+    may_hook_saved_tensors,
+    saved_tensors_hooks_now,
+)
 from ..nested import cast_floats, map_tensors
 
 # %% ../../nbs/engine/01_in_float32.ipynb #24057ec9
@@ -32,14 +39,9 @@ def has_fp16_arithmetic(
     return platform.machine().lower() in ("arm64", "aarch64") or _x86_has_fp16()
 
 
-@functools.cache
-def _x86_has_fp16():
-    try:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    except (AttributeError, RuntimeError):  # a build without oneDNN has no fast fp16 either
-        return False
+_x86_has_fp16 = functools.cache(cpu_has_fp16)
 
-# %% ../../nbs/engine/01_in_float32.ipynb #5b0b3707
+# %% ../../nbs/engine/01_in_float32.ipynb #b1536198
 # Every spelling of a matrix product in PyTorch; the rest is element-wise and fast in fp16.
 PRODUCTS = frozenset(
     """linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner addmm addmv
@@ -50,7 +52,7 @@ PRODUCTS = frozenset(
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split()
 )
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #f3234e4e
 class ComputeInFloat32(TorchFunctionMode):
     """Compute products of fp16 matrices in float32, round the results: as a GPU's units do.
 
@@ -82,10 +84,10 @@ class ComputeInFloat32(TorchFunctionMode):
             out = func(*in_float[0], **in_float[1])
         return out if in_float is inputs else cast_floats(out, torch.float16)
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #17174df0
 def is_checkpointed():
     "Inside `torch.utils.checkpoint`, which computes again outside of any mode: the same is needed."
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks_now()
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
@@ -104,7 +106,7 @@ def _without_mask(func, inputs):
         return inputs
     return args[:3], {k: v for k, v in kwargs.items() if k != "attn_mask"}
 
-# %% ../../nbs/engine/01_in_float32.ipynb #00202327
+# %% ../../nbs/engine/01_in_float32.ipynb #37537ea3
 _SMALL_HEAD = 2**23  # products, queries × keys × size, as measured by bench/operators.py
 
 
@@ -121,11 +123,11 @@ def _slow_attention(device_type, dtype):
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     if device_type != "cpu" or dtype != torch.bfloat16 or not is_x86:
         return 0  # not measured, or not slow
-    if torch.cpu._is_amx_tile_supported():
+    if cpu_has_amx():
         return 0  # other kernels, and not measured
-    return _SMALL_HEAD if torch.cpu._is_avx512_bf16_supported() else math.inf
+    return _SMALL_HEAD if cpu_has_bf16() else math.inf
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #65bdc1ac
 def _is_slow(inputs, dropout_p):
     "Whether attention of these is to be computed in float32."
     query, key = inputs[:2]
@@ -142,11 +144,9 @@ def _is_slow(inputs, dropout_p):
 
 def _keeps_tensors_as_they_are():
     "Not under checkpointing (which computes again, outside of the mode), nor inside `torch.func`."
-    autograd = torch._C._autograd
-    is_hooked = autograd._top_saved_tensors_default_hooks(True) is not None
-    return autograd._saved_tensors_hooks_is_enabled() and not is_hooked
+    return may_hook_saved_tensors() and saved_tensors_hooks_now() is None
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #a7b099b9
 def _narrow(dtype, n_dims, t):
     "Keep `t` for the backward pass: no larger than natively; the sums have a dimension less."
     return t.to(dtype) if t.dtype == torch.float32 and t.dim() == n_dims else t
@@ -167,7 +167,7 @@ def _attend(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
         out = attend(q, k, v, mask, dropout_p, *args, **kwargs)
     return out.to(query.dtype)
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #178c1281
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 

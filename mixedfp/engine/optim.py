@@ -15,8 +15,6 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import _global_optimizer_post_hooks as _global_post_hooks
-from torch.optim.optimizer import _global_optimizer_pre_hooks as _global_pre_hooks
 
 from ..cast import to_float
 from .elementwise import check_elementwise
@@ -35,6 +33,13 @@ from mixedfp.engine.optim_access import (
     state_changes,
 )
 from .program import NotElementwise
+from mixedfp.engine.torch_private import (
+    copy_each_,
+    count_as_stepped,
+    is_of_schedule,
+    step_hooks,
+    zero_each_,
+)
 from ..nested import map_tensors, notice_once
 from ..scaler import LossScaler, is_finite
 
@@ -190,7 +195,7 @@ def _zero_(grads):
     grads = [g.detach() for g in grads]  # of a backward pass with create_graph=True, too
     dense = [g for g in grads if not g.is_sparse]
     if dense:
-        torch._foreach_zero_(dense)
+        zero_each_(dense)
     for g in grads:
         if g.is_sparse:
             g.zero_()
@@ -469,13 +474,11 @@ def _may_pass(self: OptimizerOnMasters):
     if self.opt is not core and type(self.opt).__name__ != "OptimWrapper":
         return False
     own = vars(core).get("step")  # a schedule of torch's counts the calls; who knows of others
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    if own is not None and not is_of_schedule(own):
         return False
     if not isinstance(core, torch.optim.Optimizer):
         return True
-    hooks = [h for h in core._optimizer_step_pre_hooks.values() if not hasattr(h, "is_guard")]
-    hooks += core._optimizer_step_post_hooks.values()
-    hooks += [*_global_pre_hooks, *_global_post_hooks]
+    hooks = [hook for hook in step_hooks(core) if not hasattr(hook, "is_guard")]
     special = "capturable", "differentiable"
     if next(iter(self.masters.master)).device.type != "cpu":
         special += ("fused",)  # a pass of its own, that leaves its step counts on the device
@@ -613,7 +616,7 @@ def _step_rest(self: OptimizerOnMasters, large):
     lists = save_lists(core)
     rest = [[m for m in ms if m not in done] for ms in param_lists(core)]
     if not any(rest):
-        core._opt_called = True  # for torch's schedules
+        count_as_stepped(core)
         return None
     set_lists(core, rest)
     try:
@@ -636,7 +639,7 @@ def _master_to_model(self: OptimizerOnMasters, buckets):
     else:
         params, weights = self._pairs = self._pairs or _copies(buckets)
     if params:
-        torch._foreach_copy_(params, weights)
+        copy_each_(params, weights)
     self.masters.is_stepping = False
     self._versions = self._see_params()
     if None in self._places:
