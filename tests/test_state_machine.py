@@ -300,7 +300,7 @@ class Mixed(Plain):
         self.mixed.cast(torch.zeros(1), training=True)
         loss = self.mixed.uncast(batch.loss(self.model))
         loss = self.mixed.scale(loss)
-        self.factor, self.hidden = self.scaler.get_scale(), inside.is_exclusive(self.mixed)
+        self.factor, self.hidden = float(self.scaler.used_scale), inside.is_exclusive(self.mixed)
         loss.backward()
 
     def unscale(self):
@@ -372,7 +372,8 @@ class ByHand(Plain):
     def backward(self, batch):
         """Add the gradients of a batch, multiplied by the scale, to those that are there."""
         loss = self.scaler.scale(batch.loss(self.model))
-        self.factor = self.scaler.get_scale()
+        # ours has one scale an iteration: one that is loaded in its middle waits for the next
+        self.factor = float(getattr(self.scaler, "used_scale", self.scaler.get_scale()))
         loss.backward()
 
     def unscale(self):
@@ -794,7 +795,6 @@ class HandLaws(Laws):
     )
     def start(self, setup):
         self.begin(ByHand(setup), self.make_twin(setup))
-        self.is_known = False  # to the scaler, which has unscaled its gradients once
 
     def make_twin(self, setup):
         """Make the other side."""
@@ -817,7 +817,7 @@ class HandLaws(Laws):
     @rule()
     def unscale(self):
         self.each(lambda side: side.unscale())
-        self.stage, self.is_known = "ready", True
+        self.stage = "ready"
 
     @precondition(
         lambda self: (
@@ -829,7 +829,7 @@ class HandLaws(Laws):
     @rule()
     def step(self):
         self.each(lambda side: side.step_or_skip())
-        self.stage, self.is_known = "stepped", True
+        self.stage = "stepped"
 
     @precondition(
         lambda self: self.setup.scaler is None and self.stage == "stepped" and self.is_finite()
@@ -863,17 +863,6 @@ class HandLaws(Laws):
         self.give_back()
         self.each(lambda side: side.attach(side.make_opt() if new else None))
         self.saved = None if new else self.saved
-        self.is_known = False
-
-    # The gradients of an optimizer that was never unscaled are not brought to another scale.
-    @precondition(
-        lambda self: (
-            self.setup.scaler is LossScaler and (self.is_known or self.stage != "accumulating")
-        )
-    )
-    @rule(scale=SCALES)
-    def load_scale(self, scale):
-        super().load_scale(scale)
 
     @precondition(lambda self: self.setup.scaler is not torch.amp.GradScaler)
     @rule(verb=st.sampled_from(["unscale", "step_or_skip", "zero_grad"]), line=LINES)
