@@ -313,7 +313,7 @@ def _before_step(self: MixedBatch, optimizer, args, kwargs):
             optimizer.skip()
         optimizer.zero_grad(set_to_none=True)  # without gradients it changes nothing
 
-
+# %% ../nbs/12_skorch.ipynb #8c4e7bde
 def evaluates_once(
     optimizer: Optimizer,
 ) -> bool:
@@ -332,7 +332,7 @@ class MixedPrecisionMixin:
     Raises: TypeError, ValueError from `initialize` for settings that make no sense.
     """
 
-    batch_ = None  # the `MixedBatch` while there is one
+    batch_: MixedBatch | None = None  # while there is one
 
     def __init__(
         self,
@@ -493,10 +493,10 @@ def _mixed(self: MixedPrecisionMixin, training=False) -> Iterator[Any]:
     dtype = to_dtype(self.amp_dtype)
     forwards = [MixedForward(part, dtype) for _, part in self._parts(names)]
     scaler = self.grad_scaler_ if training else None
-    self.batch_ = MixedBatch(forwards, scaler, self._get_optimizers())
+    self.batch_ = batch = MixedBatch(forwards, scaler, self._get_optimizers())
     try:
-        with self.batch_:
-            yield self.batch_
+        with batch:
+            yield batch
     finally:
         self.batch_ = None
 
@@ -644,7 +644,7 @@ def _get_module(self: MixedPrecisionMixin, name, msg):
         return _OptimizerState(module, self.grad_scaler_)
     return _ScaleState(module) if name == "grad_scaler_" else module
 
-
+# %% ../nbs/12_skorch.ipynb #09fca47c
 class _OptimizerState:
     "An optimizer's state and the scaler's as files hold them: checkpoints name both in one."
 
