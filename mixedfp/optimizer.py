@@ -125,6 +125,8 @@ class MasterOptimizer(Optimizer):
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740
     """
 
+    is_restored = False  # whether the model has its masters back
+
     def __init__(
         self,
         optimizer: Optimizer,  # over a model in 16 bits, parts of it in 32; not stepped yet
@@ -599,6 +601,7 @@ def float_model(self: MasterOptimizer) -> nn.Module:
 @patch
 def restore(self: MasterOptimizer) -> Optimizer:  # the one that was given, over the model
     "Give the model its masters back, bit for bit in 32 bits, and let go of it."
+    self.is_restored = True  # a scaler that knows it still leaves it alone
     self._on.detach()
     self._guard.remove()
     self._taker.remove()

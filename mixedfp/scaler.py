@@ -244,7 +244,7 @@ def _bring_to_scale(self: LossScaler):
     "Multiply the gradients of a loss under another scale, and unscaled ones, up to that in use."
     used = self._iteration.scale
     for optimizer, scale in list(self._grad_scales.items()):
-        if scale is used:
+        if scale is used or getattr(optimizer, "is_restored", False):
             continue
         self._grad_scales[optimizer] = used
         if self._stage(optimizer) is OptState.UNSCALED:

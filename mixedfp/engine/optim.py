@@ -254,7 +254,7 @@ def single_use_params(
 # %% ../../nbs/engine/17_optim.ipynb #7a7268df
 @patch
 def finish_backward(self: OptimizerOnMasters) -> None:
-    "Make the model's gradients the masters', in float32; large ones wait where only a step looks."
+    "Make the model's gradients the masters', in float32; large ones later where only a step looks."
     it = self.iteration
     if it.is_settled:
         return
