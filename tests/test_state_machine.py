@@ -402,9 +402,8 @@ class ByHand(Plain):
         """Hand model and a new optimizer over, with the state of the last one."""
         new = self.make_opt() if opt is None else opt
         state, setup = self.opt.state_dict(), self.setup
-        # FAULT: the last one would ask the optimizer that was given back
-        make = setup.scaler or partial(LossScaler, enabled=False)
-        self.scaler = make("cpu", init_scale=setup.scale, growth_interval=2)
+        if setup.scaler is torch.amp.GradScaler:  # it would ask the optimizer that was given back
+            self.scaler = setup.scaler("cpu", init_scale=setup.scale, growth_interval=2)
         kwargs = dict(flat_master=setup.way != "each", stream=setup.way == "stream")
         self.model, self.opt = with_masters(
             self.model, new, dtype=setup.dtype, compiled=False, **kwargs
@@ -621,8 +620,6 @@ class StepLaws(Laws):
         self.begin(Mixed(setup), self.make_twin(setup))
         self.is_skipped_by_device = False  # which alone knows that the gradients are not fine
         self.is_stepped = False  # and not yet updated
-        self.is_new = False  # whether there was a loss since the last update
-        self.is_back = False  # and none since `attach`
 
     def make_twin(self, setup):
         """Make the other side."""
@@ -634,10 +631,8 @@ class StepLaws(Laws):
     @rule(batch=BATCHES)
     def backward(self, batch):
         self.add_gradients(batch)
-        self.is_new |= batch.stop != "forward"
-        self.is_back &= batch.stop == "forward"
 
-    @precondition(lambda self: not self.is_stepped and not self.is_back)
+    @precondition(lambda self: not self.is_stepped)
     @rule()
     def unscale(self):
         mine, twin = self.each(lambda side: side.unscale())
@@ -665,16 +660,11 @@ class StepLaws(Laws):
     @precondition(lambda self: self.is_stepped)
     @rule()
     def update(self):
-        if self.is_new:  # FAULT: after a second step "No inf checks were recorded", by PyTorch
-            self.each(lambda side: side.update())
-        self.is_stepped, self.is_fine, self.is_new = False, True, False
+        self.each(lambda side: side.update())
+        self.is_stepped, self.is_fine = False, True
 
     @rule(set_to_none=st.sampled_from([None, False, True]))
     def zero_grad(self, set_to_none):
-        if self.mine.fills and set_to_none is not False:
-            return  # FAULT: the zeros for which None stands are there after `set_to_none=True`
-        if self.mine.hidden and self.stage == "accumulating" and set_to_none is not True:
-            return  # FAULT: only masters' gradients are zeroed, those of this pass stay
         self.each(lambda side: side.zero_grad(set_to_none))
         self.stage = "empty"
 
@@ -683,8 +673,6 @@ class StepLaws(Laws):
     def train(self, batch, by_trainer, set_to_none):
         """Do a whole iteration, with all verbs in their order."""
         self.backward(batch)
-        if self.is_back:
-            return
         self.unscale()
         if self.is_finite() or not self.is_fine:
             self.step(by_trainer)
@@ -723,8 +711,7 @@ class StepLaws(Laws):
         self.each(lambda side: side.attach(side.make_opt() if new else None))
         self.saved = None if new else self.saved
         self.stage = "ready" if self.twin.has_grads() else "empty"
-        self.is_fine, self.is_stepped, self.is_new = True, False, False
-        self.is_back = True  # FAULT: `unscale` divides by the scale of a loss before `detach`
+        self.is_fine, self.is_stepped = True, False
 
     @rule(verb=st.sampled_from(["unscale", "step", "zero_grad"]), line=LINES, attach=st.booleans())
     def interrupted(self, verb, line, attach):
@@ -733,8 +720,6 @@ class StepLaws(Laws):
         A step may be half done: each weight is as before or as after it, and the next `attach`, as
         at the beginning of a fit, goes on from there.
         """
-        if verb == "unscale" and self.is_back:
-            return
         if verb == "step" and not (self.stage == "ready" and self.is_fine and self.is_finite()):
             return
         before = self.twin.model_state()
@@ -744,16 +729,14 @@ class StepLaws(Laws):
             self.twin.step()
             now, after = self.mine.model_state(), self.twin.model_state()
             assert all(((now[k] == before[k]) | (now[k] == after[k])).all() for k in now)
-        if self.mine.hidden:
-            self.mine.look()  # FAULT: see `zero_grad`
         self.each(lambda side: side.zero_grad(True))
         if attach or verb == "step":
             self.mine.attach()
             self.twin.update()
-        if verb == "step":
+        if verb == "step":  # of the optimizer's state a part may be stepped as well
             self.twin.model.load_state_dict(self.mine.model_state())
-        self.take_opt_state()  # FAULT: it may be lost where masters are lent or reclaimed
-        self.stage, self.is_stepped, self.is_new = "empty", False, False
+            self.take_opt_state()
+        self.stage, self.is_stepped = "empty", False
 
 
 class HalfStepLaws(StepLaws):
@@ -878,9 +861,8 @@ class HandLaws(Laws):
             self.twin.step_or_skip()
             now, after = self.mine.model_state(), self.twin.model_state()
             assert all(((now[k] == before[k]) | (now[k] == after[k])).all() for k in now)
-            self.mine.opt.master_to_model()  # FAULT: else the next pass is with the old weights
             self.twin.model.load_state_dict(self.mine.model_state())
-        self.take_opt_state()  # FAULT: as above
+            self.take_opt_state()
         self.each(lambda side: side.zero_grad(True))
         self.stage = "empty"
 
