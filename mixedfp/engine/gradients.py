@@ -259,6 +259,7 @@ def zero_grad(
     elif lent is not None and self.exchange.is_current(self.see()):
         self._zero_buckets(lent.buckets)
     else:
+        self.masters.keep_half_grads([])  # zeros in 16 bits are not what anybody expects
         for u in lent.buckets if lent is not None else ():
             u.detach_grads()
         _zero_([p.grad for p in self.exchange.params() if p.grad is not None])
