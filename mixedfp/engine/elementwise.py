@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .optim_access import copy_over, copy_small, core_of, hyper_groups, param_lists
+from mixedfp.engine.optim_access import (
+    copy_over,
+    copy_small,
+    core_of,
+    hyper_groups,
+    param_lists,
+    why_no_copy,
+)
 from ..formats import MixedPrecisionError
 
 # %% ../../nbs/engine/13_elementwise.ipynb #34ff18f6
@@ -44,6 +51,9 @@ def _objection(opt, device):
     inner = [v for v in vars(core).values() if isinstance(v, torch.optim.Optimizer)]
     if inner:
         return f"steps another optimizer ({type(inner[0]).__name__}), which would see no vector"
+    why = why_no_copy(core)
+    if why is not None:
+        return why
     error = None
     for init in (False, True) if core.state else (False,):
         for dtype in (torch.float64, torch.float32):
