@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .flat import is_per_element
 from mixedfp.engine.optim_access import (
     copy_over,
     copy_small,
@@ -275,7 +276,7 @@ def _state_like(w, p, state):
 
 
 def _value_like(w, p, value):
-    if not isinstance(value, Tensor) or value.shape != p.shape or value.ndim == 0:
+    if not is_per_element(value, p):  # `p` has dimensions, see `_with_state`
         return copy_small(value)
     row = (0,) * (value.ndim - 1)
     now, weights = value.detach()[row], p.detach()[row]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .flat import Bucket, Chunk
+from .flat import Bucket, Chunk, is_per_element
 from .optim_access import ABSENT
 from .program import NotElementwise, Program, Ref
 from .recorder import is_vector, record
@@ -150,7 +150,7 @@ class OnePass:
 
     def _probe(self, u, state):
         "A few numbers for the bucket's weights, gradient and states: only their types matter."
-        dtypes = [v.dtype for v in state.values() if _is_like(v, u)]
+        dtypes = [v.dtype for v in state.values() if is_per_element(v, u.master)]
         if u.probe is None or [t.dtype for t in u.probe[2:]] != dtypes:
             p = torch.nn.Parameter(torch.ones(3, dtype=u.master.dtype))
             vectors = [torch.ones(3, dtype=dtype) for dtype in dtypes]
@@ -171,7 +171,7 @@ class OnePass:
             results[k] = ref
             dtype = old[k].dtype if k in old else v.dtype
             state[k] = old[k] if k in old else torch.empty_like(u.master.detach(), dtype=dtype)
-        inputs = [k for k, v in old.items() if _is_like(v, u)]
+        inputs = [k for k, v in old.items() if is_per_element(v, u.master)]
         weights = recorder.ref(self._probe(u, old)[0])
         return _Plan(recorder.updates[i], weights, results, state, inputs)
 
@@ -327,14 +327,10 @@ def _on_host(found):
     return read
 
 
-def _is_like(value, u):
-    return isinstance(value, Tensor) and value.shape == u.master.shape
-
-
 def _small_state(state, u, probe):
     "A bucket's state over its probe: vectors are cut, numbers copied."
-    vectors = iter(probe[2:])
-    return {k: next(vectors) if _is_like(v, u) else _copied(v) for k, v in state.items()}
+    vectors, p = iter(probe[2:]), u.master
+    return {k: next(vectors) if is_per_element(v, p) else _copied(v) for k, v in state.items()}
 
 
 def _copied(value):

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from ..cast import to_float
 from .elementwise import check_elementwise
-from .flat import as_own_storage, check_dense
+from .flat import as_own_storage, check_dense, is_per_element
 from .masters import MasterParams
 from .onepass import OnePass
 from mixedfp.engine.optim_access import (
@@ -50,10 +50,10 @@ def _signature(p, state):
 
 
 def _kind(value, p):
+    if is_per_element(value, p):
+        return "like its parameter", value.dtype
     if not isinstance(value, Tensor):
         return value
-    if value.shape == p.shape:
-        return "like its parameter", value.dtype
     return value.item() if value.numel() == 1 else id(value)
 
 
@@ -403,7 +403,7 @@ def move_states(self: OptimizerOnMasters) -> None:
         all_move = group.get("capturable") or group.get("fused")
         for p, state in ((p, core.state[p]) for p in ps if p in core.state):
             for k, v in state.items():
-                moves = all_move or k != "step" and getattr(v, "shape", None) == p.shape
+                moves = all_move or k != "step" and is_per_element(v, p)
                 if moves and isinstance(v, Tensor) and v.device != p.device:
                     state[k] = v.to(p.device)
 
