@@ -122,7 +122,6 @@ class IterationBuffers:
 class _Token:
     "Lives as long as the graphs that hold it."
 
-
 # %% ../../nbs/engine/15_buffers.ipynb #d07102b4
 class PassHook:
     "Tells `IterationBuffers` of a forward pass to train on; in a copy of the model, nobody."

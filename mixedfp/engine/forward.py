@@ -111,6 +111,11 @@ class WrappedForward:
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
+    def install(self) -> Any:  # itself
+        "Stand in the model's forward, until `remove`."
+        self.model.forward = self
+        return self
+
     def remove(self) -> None:
         "Give the model its own forward back."
         if vars(self.model).get("forward") is not self:
@@ -396,7 +401,7 @@ def install_forward(
     "Have `model`, or the modules in it if it only holds them, called with 32-bit tensors."
     for m in called_modules(model) if dtype != torch.float32 else ():
         if HalfForward.of(m) is None:
-            m.forward = HalfForward(m, native, dtype=dtype)
+            HalfForward(m, native, dtype=dtype).install()
 
 
 def remove_forward(
