@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from mixedfp.engine.torch_private import (
     sequence_number,
 )
 from .formats import MixedPrecisionError, NumberFormat
-from .nested import map_tensors
+from .nested import check_factors, check_steps, map_tensors
 
 # %% ../nbs/05_layerwise.ipynb #764cd9cd
 @dataclass(eq=False)
@@ -230,12 +230,6 @@ def _check_positive(name, value):
     if not 0 < float(value) <= torch.finfo(torch.float32).max:
         raise ValueError(f"{name} is {value!r}: expected a finite number above 0, such as 2.0**10")
     return float(value)
-
-
-def _check_steps(name, n):
-    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
-        raise ValueError(f"`{name}` is {n!r}: expected a whole number of steps, 1 or more")
-    return int(n)
 
 
 def _check_bounds(min_scale, max_scale):
@@ -547,14 +541,11 @@ class LayerwiseGradientScaler:
     ):
         low, high = _check_bounds(min_scale, max_scale)
         scales = _check_scales(layer_scale_dict or {}, model, low, high)
-        if _check_positive("`growth_factor`", growth_factor) <= 1:
-            raise ValueError(f"`growth_factor` is {growth_factor!r}: expected a number above 1")
-        if _check_positive("`backoff_factor`", backoff_factor) >= 1:
-            raise ValueError(f"`backoff_factor` is {backoff_factor!r}: expected a number below 1")
-        auto_steps = _check_steps("auto_steps", auto_steps)
+        check_factors(growth_factor, backoff_factor)
+        auto_steps = check_steps("auto_steps", auto_steps)
         self.model, self.min_scale, self.max_scale = model, low, high
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.growth_interval = _check_steps("growth_interval", growth_interval)
+        self.growth_interval = check_steps("growth_interval", growth_interval)
         self.dtype = NumberFormat.of(dtype).dtype
         self.auto_steps_left = auto_steps if auto else 0
         self._infos = [

@@ -314,11 +314,6 @@ def forward_needs(model):
 # Scales
 
 
-def host_copies(scaler):
-    """Return the tensors of a scaler that lie on the host, so that to read them is no wait."""
-    return getattr(scaler, "_host", ())
-
-
 def scaler_device(scaler):
     """Return the type of the device that a scaler's numbers are on."""
     return scaler._device

@@ -360,7 +360,7 @@ def test_1_03_a_model_on_the_cpu_of_a_machine_with_an_accelerator():
     scaler.scale(w.sum()).backward()
     scaler.step(opt)
     scaler.update()
-    assert w.tolist() == [-1, -1] and scaler.current_scale().device.type == "cpu"
+    assert w.tolist() == [-1, -1] and scaler.used_scale.device.type == "cpu"
 
     model = torch.nn.Linear(2, 1)
     opt = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -8,12 +8,12 @@ __all__ = ['COMPILE_FROM', 'OnePass']
 # %% ../../nbs/engine/12_onepass.ipynb #44a871c7
 import copy
 import logging
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .flat import Bucket, Chunk, is_per_element
@@ -43,232 +43,41 @@ class OnePass:
         compiled: bool | None = None,  # None: vectors of `COMPILE_FROM` elements, in 16 bits
     ):
         self.compiled = compiled
-        self.functions, self.memory = {}, {}
-        self.pending_skip = None  # whether the last step was none, and what it has counted
-        self.gathered = {}  # by chunk, gradients that `min_max` has gathered for `step`
-        self.paths = {}  # for each master the way it went last: for who wants to know
-        self.compile_seconds = 0.0  # spent on compiling so far
+        self.functions: dict = {}  # compiled, by what an update does; None: it cannot be compiled
+        self.memory: dict = {}  # by device and dtype, where chunks gather their gradients
+        self.gathered: dict = {}  # by chunk, gradients that `min_max` has gathered for `step`
+        self.pending_skip: Any = None  # whether the last step was none, and what it has counted
+        self.paths: dict = {}  # for each master the way it went last: for who wants to know
 
     def __getstate__(self) -> dict:
         """Be copied and pickled without what was compiled."""
         self.undo_counts()
         return vars(self) | dict(functions={}, memory={}, gathered={}, paths={})
 
-    @torch.no_grad()
-    def step(
-        self,
-        groups: list[list[Bucket]],  # flat, with gradients; a list for each group of the optimizer
-        try_step: Callable[[list, dict], dict],  # a step of a copy of the optimizer over other
-        # lists of parameters and their states; returns the new states
-        state: dict[Tensor, dict],  # of the buckets' masters; changed
-        inv_scale: Tensor | None = None,  # (), what gradients are multiplied with that are scaled
-        found_inf: Tensor | None = None,  # (), above 0 to change nothing: only the device knows
-    ) -> None:
-        """Step them, and give their weights to the model.
-
-        What a state holds beside vectors is stepped in any case: `undo_counts` undoes it.
-        Raises: NotElementwise, before any change. Sync: none.
-        """
-        self.paths = {}  # those of before would keep vectors in memory that are no more
-        buckets = [u for group in groups for u in group]
-        probes = [self._probe(u, state.get(u.master, {})) for u in buckets]
-        small = {id(u): s[0] for u, s in zip(buckets, probes, strict=True)}
-        lists = [[small[id(u)] for u in group] for group in groups]
-        held = {
-            s[0]: _small_state(state.get(u.master, {}), u, s)
-            for u, s in zip(buckets, probes, strict=True)
-        }
-        news = {}
-        recorder = record(lambda: news.update(try_step(lists, held)), probes)
-        if any(p not in held for p in news):
-            raise NotElementwise("it keeps a state that belongs to no parameter")
-        plans = [
-            self._plan(u, recorder, i, news.get(s[0], {}), state.get(u.master, {}))
-            for i, (u, s) in enumerate(zip(buckets, probes, strict=True))
-        ]
-        found = None if found_inf is None else found_inf > 0
-        if found is not None and any(map(_counts, plans)):
-            self.keep(state, {u.master: dict(state.get(u.master, {})) for u in buckets}, found)
-        for u, plan in zip(buckets, plans, strict=True):
-            state[u.master] = self._run(u, plan, inv_scale, found)
-        self.gathered = {}
-
-    def keep(
-        self,
-        held: dict,  # an optimizer's state, or its group
-        before: dict,  # what part of it was before the step; `ABSENT`: not there
-        found: Tensor,  # (), whether the step was none
-    ) -> None:
-        "Remember what `undo_counts` is to put back where the last step was none."
-        if self.pending_skip is None:
-            self.pending_skip = _on_host(found), []
-        self.pending_skip[1].append((held, before))
-
-    def undo_counts(self) -> None:
-        "Undo what a step has counted that was none. Sync: waits for the end of that step."
-        pending_skip, self.pending_skip = self.pending_skip, None
-        if pending_skip is not None:
-            is_found, kept = pending_skip
-            for held, before in kept if is_found() else ():
-                for k, v in before.items():
-                    if v is ABSENT:
-                        held.pop(k, None)
-                    else:
-                        held[k] = v
-
-    @torch.no_grad()
-    def min_max(
-        self,
-        buckets: list[Bucket],  # flat, with gradients
-    ) -> Tensor:  # the smallest and the largest of each chunk: finite if all are
-        "Look at all gradients without changing any. Sync: none."
-        found, self.gathered = [], {}
-        for u in buckets:
-            has_taken = u.has_taken()
-            for s in self.chunks(u):
-                if has_taken:
-                    found += torch.aminmax(u.grad[s.part])
-                    continue
-                grad = s.take(_own)
-                if s.inside is None:
-                    self.gathered[s] = grad
-                found += torch.aminmax(grad)
-        dtype = max((u.master.dtype for u in buckets), key=lambda dtype: dtype.itemsize)
-        return torch.stack([x.to(dtype) for x in found])
-
-    def _lend(self, s, dtype):
-        "Memory that all chunks share, one after the other."
-        key, n = (s.master.device, dtype), s.master.numel()
-        if key not in self.memory or len(self.memory[key]) < n:
-            self.memory[key] = torch.empty(n, device=key[0], dtype=dtype)
-        memory = self.memory[key]
-        if len(memory) == n:
-            return memory
-        if s.lent is None or s.lent._base is not memory:
-            s.lent = memory[:n]
-        return s.lent
-
-    def _probe(self, u, state):
-        "A few numbers for the bucket's weights, gradient and states: only their types matter."
-        dtypes = [v.dtype for v in state.values() if is_per_element(v, u.master)]
-        if u.probe is None or [t.dtype for t in u.probe[2:]] != dtypes:
-            p = torch.nn.Parameter(torch.ones(3, dtype=u.master.dtype))
-            vectors = [torch.ones(3, dtype=dtype) for dtype in dtypes]
-            u.probe = [p, torch.ones_like(p).detach(), *vectors]
-        u.probe[0].grad = u.probe[1]
-        return u.probe
-
-    def _plan(self, u, recorder, i, new, old):
-        "The update, what its results are, and the state as it will be."
-        state, results = {}, {}
-        for k, v in new.items():
-            ref = recorder.ref(v)
-            if ref is None:
-                if is_vector(v):
-                    raise NotElementwise(f"nobody has seen where its state {k!r} comes from")
-                state[k] = v
-                continue
-            results[k] = ref
-            dtype = old[k].dtype if k in old else v.dtype
-            state[k] = old[k] if k in old else torch.empty_like(u.master.detach(), dtype=dtype)
-        inputs = [k for k, v in old.items() if is_per_element(v, u.master)]
-        weights = recorder.ref(self._probe(u, old)[0])
-        return _Plan(recorder.updates[i], weights, results, state, inputs)
-
-    def _run(self, u, plan, inv_scale, found):
-        has_taken, numbers = u.has_taken(), None
-        functions = {}  # by whether weights are written to the model on the way
-        for s in self.chunks(u):
-            grad = u.grad[s.part] if has_taken else self.gathered.get(s)
-            if grad is None:
-                grad = s.take(self._lend)
-            states = [plan.state[k][s.part] for k in plan.inputs]
-            out = s.out() if self._is_compiled(u) else None
-            writes = out is not None
-            if writes not in functions:
-                functions[writes] = self._compile(u, plan, grad, out, inv_scale, found)
-            fn = functions[writes]
-            self.paths[u.master] = "in chunks" if fn is None else "compiled"
-            if fn is None:
-                self._run_chunk(s, plan, [s.master, grad, *states], inv_scale, found)
-                continue
-            if numbers is None:
-                numbers = _as_vector(plan.update.numbers, u.master)
-            fn(out, inv_scale, found, numbers, s.master, grad, *states)
-            if out is None:
-                s.master_to_model()
-        return plan.state
-
-    def _run_chunk(self, s, plan, inputs, inv_scale, found):
-        targets = [s.master, *(plan.state[k][s.part] for k in plan.results)]
-        refs = [plan.weights, *plan.results.values()]
-        kept = [] if found is None else [t.clone() for t in targets]
-        inputs[1] = inputs[1].to(s.master.dtype)
-        if inv_scale is not None:
-            inputs[1] = inputs[1] * inv_scale
-        env = plan.update.run(inputs)
-        for target, ref in zip(targets, refs, strict=True):
-            if env[ref].data_ptr() != target.data_ptr():
-                target.copy_(env[ref])
-        if found is not None:
-            for target, b in zip(targets, kept, strict=True):
-                torch.where(found, b, target, out=target)
-        s.master_to_model()
-
-    def chunks(
-        self,
-        u: Bucket,  # flat
-    ) -> list[Chunk]:  # that make up its vector
-        "Cut the bucket as its device and its way want it."
-        if u.master.device.type != "cpu":
-            return u.chunks(_WHOLE, _WHOLE, is_cut=False)
-        if self._is_compiled(u):
-            return u.chunks(_GATHER, _ALONE, is_cut=False)
-        return u.chunks(_CUT, _CUT)
-
-    def _is_compiled(self, u):
-        if self.compiled is not None:
-            return self.compiled
-        return u.master.numel() >= COMPILE_FROM and u.params[0].itemsize == 2
-
-    def _compile(self, u, plan, grad, out, inv_scale, found):
-        "The compiled form of an update, None where it is not worth it or does not work."
-        if not self._is_compiled(u) or is_in_torch_dispatch_mode():  # someone's, who wants to see
-            return None
-        vectors = [u.master.detach(), *(plan.state[k] for k in plan.inputs)]
-        if not set(plan.results) <= set(plan.inputs):  # it makes a state: a first step
-            return None
-        if any(v.dtype != u.master.dtype for v in vectors):  # a compiler leaves roundings out
-            return None
-        flags = out is not None, inv_scale is not None, found is not None
-        results = plan.by_position()
-        where = u.master.dtype, u.master.device.type, grad.dtype
-        key = plan.update.pattern, tuple(results.items()), *where, *flags
-        if key not in self.functions and len(self.functions) < 16:
-            start = time.perf_counter()
-            args = out, inv_scale, found, _as_vector(plan.update.numbers, u.master)
-            self.functions[key] = self._make(plan.update, results, flags, args, grad, vectors)
-            self.compile_seconds += time.perf_counter() - start
-        return self.functions.get(key)  # None: numbers move in ways that `graph` does not know
-
-    def _make(self, update, results, flags, args, grad, vectors):
-        try:
-            with _quiet_about_cuda():
-                fn = torch.compile(update.graph(results, *flags), dynamic=True, fullgraph=True)
-                # a failure shows on a few numbers, before anything is changed
-                out, *others = args
-                out = None if out is None else out[:64].clone()
-                weights, grad, *states = (v[:64].clone() for v in (vectors[0], grad, *vectors[1:]))
-                fn(out, *others, weights, grad, *states)
-        except Exception as e:  # no compiler, or an operation that it does not know
-            notice_once(
-                "the optimizer's update is not compiled: it is done in chunks that fit the cache, "
-                f"at half the speed ({type(e).__name__}: {str(e).splitlines()[0][:200]})"
-            )
-            return None
-        return fn
+# %% ../../nbs/engine/12_onepass.ipynb #1185704f
+@patch
+def _probe(self: OnePass, u, state):
+    "A few numbers for the bucket's weights, gradient and states: only their types matter."
+    dtypes = [v.dtype for v in state.values() if is_per_element(v, u.master)]
+    if u.probe is None or [t.dtype for t in u.probe[2:]] != dtypes:
+        p = torch.nn.Parameter(torch.ones(3, dtype=u.master.dtype))
+        vectors = [torch.ones(3, dtype=dtype) for dtype in dtypes]
+        u.probe = [p, torch.ones_like(p).detach(), *vectors]
+    u.probe[0].grad = u.probe[1]
+    return u.probe
 
 
+def _small_state(state, u):
+    "A bucket's state over its probe: vectors are cut, numbers copied."
+    vectors = iter(u.probe[2:])
+    p = u.master
+    return {k: next(vectors) if is_per_element(v, p) else _copied(v) for k, v in state.items()}
+
+
+def _copied(value):
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+# %% ../../nbs/engine/12_onepass.ipynb #78bd305d
 class _Plan(NamedTuple):
     "What is to be done to a bucket."
 
@@ -282,6 +91,140 @@ class _Plan(NamedTuple):
         "What each input becomes, by its number."
         places = {k: i + 2 for i, k in enumerate(self.inputs)}
         return {0: self.weights} | {places[k]: ref for k, ref in self.results.items()}
+
+    def makes_vectors(self):
+        "Whether it makes a state, as the first step of most optimizers does."
+        return not set(self.results) <= set(self.inputs)
+
+    def counts(self):
+        "Whether a step changes more than vectors that were there."
+        return self.makes_vectors() or set(self.results) != set(self.state)
+
+
+@patch
+def _plan(self: OnePass, u, recorder, i, new, old):
+    "The update, what its results are, and the state as it will be."
+    state, results = {}, {}
+    for k, v in new.items():
+        ref = recorder.ref(v)
+        if ref is None:
+            if is_vector(v):
+                raise NotElementwise(f"nobody has seen where its state {k!r} comes from")
+            state[k] = v
+            continue
+        results[k] = ref
+        dtype = old[k].dtype if k in old else v.dtype
+        state[k] = old[k] if k in old else torch.empty_like(u.master.detach(), dtype=dtype)
+    inputs = [k for k, v in old.items() if is_per_element(v, u.master)]
+    return _Plan(recorder.updates[i], recorder.ref(u.probe[0]), results, state, inputs)
+
+# %% ../../nbs/engine/12_onepass.ipynb #39927be8
+@patch
+@torch.no_grad()
+def min_max(
+    self: OnePass,
+    buckets: list[Bucket],  # flat, with gradients
+) -> Tensor:  # the smallest and the largest of each chunk: finite if all are
+    "Look at all gradients without changing any. Sync: none."
+    found, self.gathered = [], {}
+    for u in buckets:
+        has_taken = u.has_taken()
+        for s in self.chunks(u):
+            grad = u.grad[s.part] if has_taken else s.take(_own)
+            if not has_taken and s.inside is None:
+                self.gathered[s] = grad
+            found += torch.aminmax(grad)
+    dtype = max((u.master.dtype for u in buckets), key=lambda dtype: dtype.itemsize)
+    return torch.stack([x.to(dtype) for x in found])
+
+
+@patch
+def chunks(
+    self: OnePass,
+    u: Bucket,  # flat
+) -> list[Chunk]:  # that make up its vector
+    "Cut the bucket as its device and its way want it."
+    if u.master.device.type != "cpu":
+        return u.chunks(_WHOLE, _WHOLE, is_cut=False)
+    if self._is_compiled(u):
+        return u.chunks(_GATHER, _ALONE, is_cut=False)
+    return u.chunks(_CUT, _CUT)
+
+
+@patch
+def _is_compiled(self: OnePass, u):
+    if self.compiled is not None:
+        return self.compiled
+    return u.master.numel() >= COMPILE_FROM and u.params[0].itemsize == 2
+
+
+def _own(s, dtype):
+    "Memory of a chunk's own: what is gathered to be looked at is still there for the step."
+    if s.own is None or s.own.dtype != dtype:
+        s.own = torch.empty_like(s.master, dtype=dtype)
+    return s.own
+
+# %% ../../nbs/engine/12_onepass.ipynb #09baa84d
+@patch
+def _run_chunk(self: OnePass, s, plan, inputs, inv_scale, found):
+    targets = [s.master, *(plan.state[k][s.part] for k in plan.results)]
+    refs = [plan.weights, *plan.results.values()]
+    kept = [] if found is None else [t.clone() for t in targets]
+    inputs[1] = inputs[1].to(s.master.dtype)
+    if inv_scale is not None:
+        inputs[1] = inputs[1] * inv_scale
+    env = plan.update.run(inputs)
+    for target, ref in zip(targets, refs, strict=True):
+        if env[ref].data_ptr() != target.data_ptr():
+            target.copy_(env[ref])
+    if found is not None:
+        for target, old in zip(targets, kept, strict=True):
+            torch.where(found, old, target, out=target)
+    s.master_to_model()
+
+# %% ../../nbs/engine/12_onepass.ipynb #40bf73cb
+@patch
+def _compile(self: OnePass, u, plan, grad, out, inv_scale, found):
+    "The compiled form of an update, None where it is not worth it or does not work."
+    if not self._is_compiled(u) or is_in_torch_dispatch_mode():  # someone's, who wants to see
+        return None
+    weights, states = u.master.detach(), [plan.state[k] for k in plan.inputs]
+    if plan.makes_vectors() or any(v.dtype != weights.dtype for v in states):
+        return None  # a compiler leaves roundings out
+    results, given = plan.by_position(), (out, inv_scale, found)
+    kinds = weights.dtype, weights.device.type, grad.dtype, *(x is not None for x in given)
+    key = plan.update.pattern, tuple(results.items()), kinds
+    if key not in self.functions and len(self.functions) < 16:
+        self.functions[key] = _compiled(plan.update, results, given, [weights, grad, *states])
+    return self.functions.get(key)  # None: numbers move in ways that `graph` does not know
+
+
+def _compiled(update, results, given, vectors):
+    "The update as a compiled function, None if that fails."
+    try:
+        with _quiet_about_cuda():
+            graph = update.graph(results, *(x is not None for x in given))
+            fn = torch.compile(graph, dynamic=True, fullgraph=True)
+            # a failure shows on a few numbers, before anything is changed
+            out, *few = (None if v is None else v[:64].clone() for v in (given[0], *vectors))
+            fn(out, *given[1:], _as_vector(update.numbers, vectors[0]), *few)
+    except Exception as e:  # no compiler, or an operation that it does not know
+        notice_once(
+            "the optimizer's update is not compiled: it is done in chunks that fit the cache, "
+            f"at half the speed ({type(e).__name__}: {str(e).splitlines()[0][:200]})"
+        )
+        return None
+    return fn
+
+
+def _as_vector(numbers, like):
+    if any(isinstance(x, Tensor) for x in numbers):
+        numbers = [torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in numbers]
+        return torch.stack([x.reshape(()) for x in numbers])
+    vector = torch.tensor(numbers, dtype=like.dtype)
+    if like.device.type == "cuda":  # from pinned memory nobody waits for the copy
+        return vector.pin_memory().to(like.device, non_blocking=True)
+    return vector.to(like.device)
 
 
 @contextmanager
@@ -298,17 +241,111 @@ def _quiet_about_cuda():
     finally:
         logger.removeFilter(says_something_else)
 
+# %% ../../nbs/engine/12_onepass.ipynb #2726140d
+@patch
+def _run(self: OnePass, u, plan, inv_scale, found):
+    has_taken, numbers = u.has_taken(), None
+    functions = {}  # by whether weights are written to the model on the way
+    for s in self.chunks(u):
+        grad = u.grad[s.part] if has_taken else self.gathered.get(s)
+        if grad is None:
+            grad = s.take(self._lend)
+        states = [plan.state[k][s.part] for k in plan.inputs]
+        out = s.out() if self._is_compiled(u) else None
+        writes = out is not None
+        if writes not in functions:
+            functions[writes] = self._compile(u, plan, grad, out, inv_scale, found)
+        fn = functions[writes]
+        self.paths[u.master] = "in chunks" if fn is None else "compiled"
+        if fn is None:
+            self._run_chunk(s, plan, [s.master, grad, *states], inv_scale, found)
+            continue
+        if numbers is None:
+            numbers = _as_vector(plan.update.numbers, u.master)
+        fn(out, inv_scale, found, numbers, s.master, grad, *states)
+        if out is None:
+            s.master_to_model()
+    return plan.state
 
-def _own(s, dtype):
-    "Memory of a chunk's own: what is gathered to be looked at is still there for the step."
-    if s.own is None or s.own.dtype != dtype:
-        s.own = torch.empty_like(s.master, dtype=dtype)
-    return s.own
+
+@patch
+def _lend(self: OnePass, s, dtype):
+    "Memory that all chunks share, one after the other."
+    key, n = (s.master.device, dtype), s.master.numel()
+    if key not in self.memory or len(self.memory[key]) < n:
+        self.memory[key] = torch.empty(n, device=key[0], dtype=dtype)
+    memory = self.memory[key]
+    if len(memory) == n:
+        return memory
+    if s.lent is None or s.lent._base is not memory:
+        s.lent = memory[:n]
+    return s.lent
+
+# %% ../../nbs/engine/12_onepass.ipynb #63a3f028
+@patch
+@torch.no_grad()
+def step(
+    self: OnePass,
+    groups: list[list[Bucket]],  # flat, with gradients; a list for each group of the optimizer
+    try_step: Callable[[list, dict], dict],  # a step of a copy of the optimizer over other
+    # lists of parameters and their states; returns the new states
+    state: dict[Tensor, dict],  # of the buckets' masters; changed
+    inv_scale: Tensor | None = None,  # (), what gradients are multiplied with that are scaled
+    found_inf: Tensor | None = None,  # (), above 0 to change nothing: only the device knows
+) -> None:
+    """Step them, and give their weights to the model.
+
+    What a state holds beside vectors is stepped in any case: `undo_counts` undoes it.
+    Raises: NotElementwise, before any change. Sync: none.
+    """
+    self.paths = {}  # those of before would keep vectors in memory that are no more
+    buckets = [u for group in groups for u in group]
+    olds = [state.get(u.master, {}) for u in buckets]
+    probes = [self._probe(u, old) for u, old in zip(buckets, olds, strict=True)]
+    lists = [[u.probe[0] for u in group] for group in groups]
+    held = {u.probe[0]: _small_state(old, u) for u, old in zip(buckets, olds, strict=True)}
+    news = {}
+    recorder = record(lambda: news.update(try_step(lists, held)), probes)
+    if any(p not in held for p in news):
+        raise NotElementwise("it keeps a state that belongs to no parameter")
+    plans = [
+        self._plan(u, recorder, i, news.get(u.probe[0], {}), old)
+        for i, (u, old) in enumerate(zip(buckets, olds, strict=True))
+    ]
+    found = None if found_inf is None else found_inf > 0
+    if found is not None and any(plan.counts() for plan in plans):
+        befores = [dict(old) for old in olds]
+        self.keep(state, dict(zip([u.master for u in buckets], befores, strict=True)), found)
+    for u, plan in zip(buckets, plans, strict=True):
+        state[u.master] = self._run(u, plan, inv_scale, found)
+    self.gathered = {}
+
+# %% ../../nbs/engine/12_onepass.ipynb #1ab3e6c9
+@patch
+def keep(
+    self: OnePass,
+    held: dict,  # an optimizer's state, or its group
+    before: dict,  # what part of it was before the step; `ABSENT`: not there
+    found: Tensor,  # (), whether the step was none
+) -> None:
+    "Remember what `undo_counts` is to put back where the last step was none."
+    if self.pending_skip is None:
+        self.pending_skip = _on_host(found), []
+    self.pending_skip[1].append((held, before))
 
 
-def _counts(plan):
-    "Whether a step changes more than vectors that were there: it counts, or makes its state."
-    return set(plan.results) != set(plan.state) or not set(plan.results) <= set(plan.inputs)
+@patch
+def undo_counts(self: OnePass) -> None:
+    "Undo what a step has counted that was none. Sync: waits for the end of that step."
+    pending_skip, self.pending_skip = self.pending_skip, None
+    if pending_skip is not None:
+        is_found, kept = pending_skip
+        for held, before in kept if is_found() else ():
+            for k, v in before.items():
+                if v is ABSENT:
+                    held.pop(k, None)
+                else:
+                    held[k] = v
 
 
 def _on_host(found):
@@ -325,23 +362,3 @@ def _on_host(found):
         return host.item()
 
     return read
-
-
-def _small_state(state, u, probe):
-    "A bucket's state over its probe: vectors are cut, numbers copied."
-    vectors, p = iter(probe[2:]), u.master
-    return {k: next(vectors) if is_per_element(v, p) else _copied(v) for k, v in state.items()}
-
-
-def _copied(value):
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-def _as_vector(numbers, like):
-    if any(isinstance(x, Tensor) for x in numbers):
-        numbers = [torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in numbers]
-        return torch.stack([x.reshape(()) for x in numbers])
-    vector = torch.tensor(numbers, dtype=like.dtype)
-    if like.device.type == "cuda":  # from pinned memory nobody waits for the copy
-        return vector.pin_memory().to(like.device, non_blocking=True)
-    return vector.to(like.device)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .program import NotElementwise, Program, Ref, leaves, op_name
@@ -30,6 +31,8 @@ def _is_elementwise(func):
     packet = getattr(torch.ops.aten, name, None)
     if name in _COPIES or name.startswith("_fused_") or packet is None:
         return packet is not None
+    if name in ("max", "min"):  # of one tensor a reduction
+        return func._overloadname == "other"
     return any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
 
 
@@ -78,35 +81,6 @@ class Recorder(TorchDispatchMode):
             self._write(func, *seen, [out[i]] if isinstance(out, list | tuple) else [])
         return out
 
-    def _look(self, args, kwargs):
-        owners = set()
-        return owners, self._refer(args, owners), self._refer(kwargs, owners)
-
-    def _refer(self, arg, owners):
-        "`arg` with the numbers of watched tensors in their places, and copies of single numbers."
-        if isinstance(arg, Tensor):
-            found = self.refs.get(arg.data_ptr())
-            if found is not None:
-                owners.add(found[0])
-                return found[1]
-            return arg.detach().clone() if arg.numel() == 1 else arg
-        if isinstance(arg, list | tuple):
-            return [self._refer(a, owners) for a in arg]
-        if isinstance(arg, dict):
-            return {k: self._refer(a, owners) for k, a in arg.items()}
-        return arg
-
-    def _write(self, func, owners, args, kwargs, outs):
-        if not owners:
-            return
-        foreign = any(map(is_vector, leaves([args, list(kwargs.values())])))
-        if len(owners) > 1 or foreign or not _is_elementwise(func):
-            raise NotElementwise(f"{func} is not element-wise")
-        (i,) = owners
-        refs = [self.ref(out) for out in outs]
-        refs = [self.watch(out, i) if s is None else s for s, out in zip(refs, outs, strict=True)]
-        self.updates[i].ops.append((func, args, kwargs, refs))
-
 
 def _pick(i, n, args, kwargs):
     "The arguments of an operation on lists of `n` for the tensor at place `i`."
@@ -115,6 +89,41 @@ def _pick(i, n, args, kwargs):
         return [value[i]] if isinstance(value, list | tuple) and len(value) == n else value
 
     return [pick(a) for a in args], {k: pick(a) for k, a in kwargs.items()}
+
+# %% ../../nbs/engine/10_recorder.ipynb #1aeac986
+@patch
+def _look(self: Recorder, args, kwargs):
+    owners = set()
+    return owners, self._refer(args, owners), self._refer(kwargs, owners)
+
+
+@patch
+def _refer(self: Recorder, arg, owners):
+    "`arg` with the numbers of watched tensors in their places, and copies of single numbers."
+    if isinstance(arg, Tensor):
+        found = self.refs.get(arg.data_ptr())
+        if found is not None:
+            owners.add(found[0])
+            return found[1]
+        return arg.detach().clone() if arg.numel() == 1 else arg
+    if isinstance(arg, list | tuple):
+        return [self._refer(a, owners) for a in arg]
+    if isinstance(arg, dict):
+        return {k: self._refer(a, owners) for k, a in arg.items()}
+    return arg
+
+
+@patch
+def _write(self: Recorder, func, owners, args, kwargs, outs):
+    if not owners:
+        return
+    foreign = any(map(is_vector, leaves([args, list(kwargs.values())])))
+    if len(owners) > 1 or foreign or not _is_elementwise(func):
+        raise NotElementwise(f"{func} is not element-wise")
+    (i,) = owners
+    refs = [self.ref(out) for out in outs]
+    refs = [self.watch(out, i) if s is None else s for s, out in zip(refs, outs, strict=True)]
+    self.updates[i].ops.append((func, args, kwargs, refs))
 
 
 def is_vector(
