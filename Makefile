@@ -1,7 +1,7 @@
 # make demo         train a small model in each precision, see the table and the plot
 # make test         all checks and tests, as on every push; nbdev_test among them, and pyright
-# make test-latest  what uses fastai: notebooks and tests with today's newest packages, without nbdev
-# make test-oldest  the same, and loops by hand, with the oldest PyTorch that settings.ini promises
+# make test-latest  what another fastai or torch can break, with today's newest, without nbdev
+# make test-oldest  the same with the oldest PyTorch that settings.ini promises
 # make readme       README.md from index.ipynb
 # make notebooks    run every notebook and keep the outputs
 # make lint types   the quick checks; pyright
@@ -16,14 +16,49 @@ INSTALL_FROM := settings.ini setup.py
 # The oldest PyTorch that is promised: 2.10 where settings.ini says torch>=2.10.
 OLDEST := $(shell sed -n 's/^requirements *=.*torch>=\([0-9.]*\).*/\1/p' settings.ini)
 
-NOTEBOOKS := index.ipynb $(wildcard nbs/*.ipynb nbs/engine/*.ipynb nbs/tutorials/*.ipynb)
-# The first lesson takes minutes: it is run once, by make test.
-LESSON := nbs/tutorials/01_mixed_precision_on_cifar10.ipynb
-QUICK_NOTEBOOKS := $(filter-out $(LESSON),$(NOTEBOOKS))
-# fastai differs between .venv and .venv-latest: what leaves it alone is run in the first one.
-WITH_FASTAI := grep -lE '(import|from) (tiny|fastai|mixedfp[.](all|callback|checkpoint|examples|compare))'
-# What sees most of another PyTorch, beside those: optimizers, masters, loops by hand.
-OF_TORCH := $(addprefix tests/test_,optimizer.py master.py faults_loops.py)
+# make test runs everything. The other two environments run what another fastai or torch can break:
+# what calls theirs, stands in for it, records it or reads its files, once each. Left out are laws
+# of our own code alone (flat against each, 16 bits against 32, a precision's file in another) in
+# all settings: the operations under them are in what is run.
+part = $(foreach name,$(2),tests/test_$(strip $(1)).py::test_$(name))
+whole = $(foreach name,$(1),$(wildcard tests/test_$(name).py))
+# fastai: its events and callbacks, its optimizers and files, its ways to train, its applications
+OF_FASTAI := $(call whole,fastai_callbacks resume bad_input examples faults_edge) \
+  $(call part,exactness,float32_is_plain_fastai layerwise_optimizers_are_plain_fastai) \
+  $(call part,workflows,float32_is_plain_fastai a_search_for_a_rate_leaves_no_trace) \
+  $(call part,hard_models,float32_is_plain_fastai a_copy_trains_on) \
+  $(call part,applications,in_32_bits_it_is_plain_fastai_bit_for_bit \
+    files_go_from_precision_to_precision) \
+  $(call part,callback,what_callbacks_see outputs_keep_their_type an_exception_in_any_event \
+    an_interruption_inside cancelled_batches export_and_load predicting_within_a_fit) \
+  $(call part,checkpoints,plain_fastai_reads_the_file a_file_of_plain_fastai_is_read \
+    loading_in_any_event_is_plain_fastais a_refused_file_changes_nothing) \
+  'tests/test_random_programs.py::test_with_fastai[0]'
+# torch: private names, the inner operations of its optimizers, its GradScaler, autograd's hooks,
+# its schedules, compiled steps, loops by hand, files; skorch once
+OF_TORCH := $(call whole,torch_private onepass scaler scaler_edges faults_loops faults_pass) \
+  $(call part,optimizer,every_optimizer_of_torch_is_here 32_bits_are_the_plain_loop_bit_for_bit \
+    flat_vectors_in_32_bits_are_the_plain_loop_bit_for_bit \
+    16_bits_are_masters_kept_by_hand_bit_for_bit every_schedule_of_torch_is_here \
+    a_schedule_moves_the_rate_as_of_the_plain_optimizer \
+    a_closure_is_the_plain_loop_and_its_loss_comes_back \
+    a_compiled_model_trains_as_an_eager_one a_compiled_function_may_hold_the_whole_step \
+    checkpointed_activations_give_the_same_bits \
+    a_copy_trains_on_to_the_same_bits_and_leaves_the_original_alone \
+    a_run_that_goes_on_from_its_file_ends_in_the_same_bits) \
+  $(call part,flat,element_wise_optimizers_are_told) \
+  $(call part,amp_patterns,the_state_goes_to_pytorchs_scaler_and_back \
+    pytorchs_own_scaler_over_masters_gives_our_bits a_wrong_order_gets_pytorchs_own_error) \
+  $(call part,skorch,each_kind_of_net_trains_and_predicts autocast_is_pytorchs_loop_bit_for_bit \
+    masters_are_with_masters_bit_for_bit a_resumed_run_ends_in_the_same_bits) \
+  'tests/test_random_programs.py::test_by_hand[0]'
+# pages that call fastai, and the engine's that look into torch's optimizers
+ELSEWHERE := index.ipynb $(addprefix nbs/,10_callback.ipynb 12_skorch.ipynb 13_checkpoint.ipynb \
+  20_examples.ipynb 21_compare.ipynb 30_all.ipynb engine/08_forward.ipynb engine/10_recorder.ipynb \
+  engine/11_optim_access.ipynb engine/12_onepass.ipynb engine/13_elementwise.ipynb)
+# A worker that is done takes what another one has not begun: files stay together until then, and
+# what the tests of a file share is made once.
+PYTEST := pytest -q -n $(WORKERS) --dist worksteal --callback-table=check
 
 .PHONY: demo test test-latest test-oldest readme notebooks lint types clean
 
@@ -44,7 +79,7 @@ test: .venv/.dev
 	python tools/readme.py --check
 	$(MAKE) --no-print-directory lint types
 	python tools/run_notebooks.py --nbdev --workers $(WORKERS)
-	pytest -q -n $(WORKERS) tests --callback-table=check
+	$(PYTEST) tests
 
 lint: .venv/.dev
 	ruff check nbs mixedfp index.ipynb tests tools
@@ -55,12 +90,12 @@ types: .venv/.dev
 	pyright
 
 test-latest: .venv-latest/.installed-$(TODAY)
-	python tools/run_notebooks.py --workers $(WORKERS) $$($(WITH_FASTAI) $(QUICK_NOTEBOOKS))
-	pytest -q -n $(WORKERS) $$($(WITH_FASTAI) tests/test_*.py) --callback-table=check
+	python tools/run_notebooks.py --workers $(WORKERS) $(ELSEWHERE)
+	$(PYTEST) $(OF_FASTAI) $(OF_TORCH)
 
 test-oldest: .venv-oldest/.installed
-	python tools/run_notebooks.py --workers $(WORKERS) $$($(WITH_FASTAI) $(QUICK_NOTEBOOKS))
-	pytest -q -n $(WORKERS) $$($(WITH_FASTAI) tests/test_*.py) $(OF_TORCH) --callback-table=check
+	python tools/run_notebooks.py --workers $(WORKERS) $(ELSEWHERE)
+	$(PYTEST) $(OF_FASTAI) $(OF_TORCH)
 
 readme: .venv/.dev
 	python tools/readme.py

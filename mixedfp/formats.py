@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# %% ../nbs/00_formats.ipynb #2086f6f4
+# %% ../nbs/00_formats.ipynb #2035e414
 @dataclass(frozen=True)
 class NumberFormat:
     """A `NumberFormat` is a binary floating-point format: a sign, an exponent and a mantissa."""
@@ -61,10 +61,7 @@ class NumberFormat:
         cls,
         dtype: torch.dtype,  # float16, bfloat16, float32 or float64
     ) -> "NumberFormat":  # the one record of that format
-        """Return the `NumberFormat` of `dtype`.
-
-        Raises: TypeError for anything but the four types.
-        """
+        """Return the `NumberFormat` of `dtype`. Raises: TypeError for anything but the four."""
         if isinstance(dtype, torch.dtype) and dtype in _FORMATS:
             return _FORMATS[dtype]
         got = dtype if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
@@ -73,7 +70,7 @@ class NumberFormat:
             "Pass the .dtype of a floating-point tensor."
         )
 
-
+# %% ../nbs/00_formats.ipynb #04a5e74d
 _FORMATS = {
     torch.float16: NumberFormat("float16", torch.float16, 5, 10),
     torch.bfloat16: NumberFormat("bfloat16", torch.bfloat16, 8, 7),

@@ -38,3 +38,13 @@ def cifar10_path() -> Path:
     if not (Path(path) / "train").is_dir():
         pytest.fail(f"CIFAR10_PATH={path} has no folder `train`; it names the folder that does")
     return Path(path)
+
+
+@pytest.fixture(scope="module")
+def trials_are_remembered():
+    """In a file that is not about flat masters: each kind of optimizer is tried once."""
+    import inside  # here, not above: most of the library, before a test may look at its import
+
+    with pytest.MonkeyPatch.context() as patch:
+        inside.remember_trials(patch)
+        yield

@@ -7,11 +7,13 @@ it. What needs fastai is imported in the function that uses it.
 
 import inspect
 import sys
+from functools import partial
 
 import torch
 
 from mixedfp.cast import stays_float
 from mixedfp.engine import torch_private
+from mixedfp.engine.elementwise import check_elementwise
 from mixedfp.engine.flat import Bucket, GradBuffer
 from mixedfp.engine.forward import HalfForward, inputs_out_of_range
 from mixedfp.engine.in_float32 import (
@@ -23,6 +25,7 @@ from mixedfp.engine.in_float32 import (
 from mixedfp.engine.masters import MasterParams
 from mixedfp.engine.onepass import OnePass
 from mixedfp.engine.optim import OptimizerOnMasters, single_use_params
+from mixedfp.engine.optim_access import core_of, hyper_groups
 from mixedfp.engine.program import NotElementwise
 from mixedfp.engine.ranks import average_over_ranks, take_from_first
 from mixedfp.engine.recorder import record
@@ -182,6 +185,44 @@ def tensors_held(opt):
     memory += [c.own for c in chunks if c.own is not None]
     grads = [g.whole for g in opt.masters.grads.values() if g.is_there]
     return [*(u.master for u in opt.buckets), *grads, *memory]
+
+
+def remember_trials(monkeypatch):
+    """Have each kind of torch's and fastai's optimizers be tried once, not at each attach.
+
+    The trial that decides whether masters may be flat takes longer than a fit of these tests. It
+    looks at the class, its settings and its functions; where these are the same, so is its answer.
+    """
+    module, taken = _home(check_elementwise), {}
+    objection = module._objection
+
+    def once(opt, device):
+        core = core_of(opt)
+        if not type(core).__module__.startswith(("torch.optim.", "fastai.optimizer")):
+            return objection(opt, device)
+        of_trial = ("params", "lr")  # the trial has its own
+        groups = [{k: v for k, v in g.items() if k not in of_trial} for g in hyper_groups(core)]
+        plain = {k: v for k, v in vars(core).items() if type(v) in (bool, int, float, str)}
+        kind = (type(core), str(device), repr(groups), repr(plain), *map(_function, _cbs(core)))
+        has_inner = any(isinstance(v, torch.optim.Optimizer) for v in vars(core).values())
+        if kind not in taken or has_inner:
+            found = objection(opt, device)
+            states = [v for state in core.state.values() for v in state.values()]
+            if found is not None or any(isinstance(v, torch.Tensor) for v in states):
+                return found  # a trial may look at what is in the states
+            taken[kind] = _cbs(core)  # they live on: no other functions have their addresses
+        return None
+
+    monkeypatch.setattr(module, "_objection", once)
+
+
+def _cbs(core):
+    return getattr(core, "cbs", [])
+
+
+def _function(f):
+    """Return what a partial calls, and with what; other functions as they are."""
+    return (f.func, repr(f.args), repr(f.keywords)) if isinstance(f, partial) else f
 
 
 # Masters

@@ -66,7 +66,10 @@ from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("trials_are_remembered"),
+]
 
 
 def seed(n=0):

@@ -22,10 +22,22 @@ schedulefree = pytest.importorskip("schedulefree")
 from mixedfp.optimizer import with_masters  # noqa: E402
 from mixedfp.testing import assert_same  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("trials_are_remembered")
+
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 NAMES = ["adamw", "schedule_free"]
 OPT = pytest.mark.parametrize("name", NAMES)
 MODEL = pytest.mark.parametrize("kind", ["bert", "llama"])
+# each model with each optimizer and layout, and each optimizer in each layout
+PAIRS = pytest.mark.parametrize(
+    "kind, name, flat",
+    [
+        ("bert", "adamw", False),
+        ("bert", "schedule_free", True),
+        ("llama", "adamw", True),
+        ("llama", "schedule_free", False),
+    ],
+)
 
 
 def make_opt(name, params):
@@ -124,9 +136,7 @@ def run_trainer(*args, resume=None, **kwargs):
     return {**seen(t.model, opt), "eval": losses + [t.evaluate()["eval_loss"]]}
 
 
-@FLAT
-@OPT
-@MODEL
+@PAIRS
 def test_the_trainer_in_float32_is_the_plain_one(kind, name, flat, tmp_path):
     """Weights, optimizer and losses of validation have the plain Trainer's bits."""
     expected = run_trainer(kind, name, tmp_path / "plain", None)
@@ -134,9 +144,7 @@ def test_the_trainer_in_float32_is_the_plain_one(kind, name, flat, tmp_path):
     assert_same(found, expected)
 
 
-@FLAT
-@OPT
-@MODEL
+@PAIRS
 def test_the_trainer_goes_on_from_a_checkpoint(kind, name, flat, tmp_path):
     """In bfloat16 a resumed run ends in the bits of an unbroken one."""
     expected = run_trainer(kind, name, tmp_path, torch.bfloat16, flat)
@@ -186,9 +194,7 @@ class ByHand:
         return copy.deepcopy({"masters": masters, "opt": self.opt.state_dict()["state"]})
 
 
-@FLAT
-@OPT
-@MODEL
+@PAIRS
 def test_the_trainer_in_bfloat16_is_a_loop_with_masters(kind, name, flat, tmp_path):
     """Six steps of the Trainer give the bits of a loop by hand."""
     t = trainer(kind, name, tmp_path, torch.bfloat16, flat, simple=True)
@@ -363,8 +369,7 @@ def lit(name, dtype, flat, path, resume=None):
     return {**seen(module.net, module.opt), "losses": module.losses}
 
 
-@FLAT
-@OPT
+@pytest.mark.parametrize("name, flat", [("adamw", True), ("schedule_free", False)])
 def test_lightning_in_float32_is_the_plain_one(name, flat, tmp_path):
     """Weights, buffers, optimizer and losses of validation have the plain Trainer's bits."""
     pytest.importorskip("lightning")
@@ -372,8 +377,7 @@ def test_lightning_in_float32_is_the_plain_one(name, flat, tmp_path):
     assert_same(lit(name, torch.float32, flat, tmp_path / "masters"), expected)
 
 
-@FLAT
-@OPT
+@pytest.mark.parametrize("name, flat", [("adamw", False), ("schedule_free", True)])
 def test_lightning_goes_on_from_a_checkpoint(name, flat, tmp_path):
     """A resumed run in bfloat16 ends in the bits of an unbroken one."""
     pytest.importorskip("lightning")

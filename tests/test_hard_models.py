@@ -1,7 +1,8 @@
 """Models that other tools trip over: shared weights, odd buffers, parametrizations, wrappers.
 
-Every model of `MODELS` is trained by plain fastai, and in float32, float16 and bfloat16, with a
-master each and flat; the laws below hold for all of them.
+Every model of `MODELS` is trained by plain fastai, in float32, and with flat masters in float16 and
+bfloat16; the laws below hold for all of them. What concerns two settings is tried with one of them
+on every other model, and with the other on the rest: each setting meets each kind of model.
 """
 
 import copy
@@ -36,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
+pytestmark = pytest.mark.usefixtures("trials_are_remembered")
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 HALF = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
@@ -526,6 +528,15 @@ MODELS = {
 }
 PRECISIONS = {"fp32": torch.float32, **HALVES}
 NAMED = pytest.mark.parametrize("name", MODELS)
+ODD_NAMES = list(MODELS)[1::2]
+
+
+def by_turns(argname, even, odd, names=tuple(MODELS)):
+    """Mark a test for all models, every other one with `odd`."""
+    pairs = [(name, odd if name in ODD_NAMES else even) for name in names]
+    return pytest.mark.parametrize(["name", argname], pairs)
+
+
 IN_HALVES = pytest.mark.parametrize("precision", HALVES)
 
 
@@ -560,8 +571,10 @@ def state(learn):
 @cache
 def trained(name, precision=None, flat=False):
     """Train a model, and return what is there then, before and after it is back in 32 bits."""
-    learn = fit(learner(name, precision, flat))
-    seen = SimpleNamespace(saved=comparable(weights(learn)), opt=opt_state(learn))
+    learn = learner(name, precision, flat)
+    start = comparable(weights(learn))
+    fit(learn)
+    seen = SimpleNamespace(start=start, saved=comparable(weights(learn)), opt=opt_state(learn))
     named = dict(learn.model.named_parameters())
     seen.dtypes = {k: p.dtype for k, p in named.items()}
     seen.preds = learn.get_preds(act=nn.Identity())[0]
@@ -577,16 +590,14 @@ def trained(name, precision=None, flat=False):
 # Laws that hold for every model
 
 
-@FLAT
-@NAMED
+@by_turns("flat", False, True)
 def test_float32_is_plain_fastai(name, flat):
     plain, ours = trained(name), trained(name, "fp32", flat)
     for what in ("saved", "opt", "after", "buffers", "preds", "dtypes"):
         assert_same(getattr(ours, what), getattr(plain, what), name=what)
 
 
-@IN_HALVES
-@NAMED
+@by_turns("precision", "fp16", "bf16")
 def test_flat_is_each(name, precision):
     each, flat = trained(name, precision), trained(name, precision, True)
     for what in ("saved", "opt", "after", "buffers", "preds", "masters"):
@@ -603,8 +614,8 @@ def distance(state, other):
 @NAMED
 def test_sixteen_bits_end_near_32(name, precision):
     """The way from the start to the end of training is the same, but for a small part of it."""
-    plain, ours = trained(name), trained(name, precision)
-    way = distance(plain.after, comparable(weights(learner(name))))
+    plain, ours = trained(name), trained(name, precision, True)
+    way = distance(plain.after, plain.start)
     assert distance(ours.after, plain.after) < getattr(MODELS[name], precision) * way
     tolerance = {"fp16": 4e-3, "bf16": 2e-2}[precision]
     torch.testing.assert_close(ours.preds, plain.preds, rtol=tolerance, atol=tolerance)
@@ -618,7 +629,7 @@ def is_norm_in_32_bits(module):
 @NAMED
 def test_the_model_is_in_16_bits_and_its_masters_are_not(name, precision):
     """Batch and instance norms stay in 32 bits, and what was in another type before."""
-    plain, ours = trained(name), trained(name, precision)
+    plain, ours = trained(name), trained(name, precision, True)
     model = learner(name).model
     stay = [k for k, m in model.named_modules() if is_norm_in_32_bits(m)]
     for k, p in model.named_parameters():
@@ -639,23 +650,22 @@ def everything(model):
     return comparable({k: t.detach().clone() for k, t in tensors.items()})
 
 
-@FLAT
-@IN_HALVES
-@NAMED
-def test_to_fp16_to_fp32_is_the_identity(name, precision, flat):
+@by_turns("flat", False, True)
+def test_to_fp16_to_fp32_is_the_identity(name, flat):
+    """Also a second time, in the other type and the other layout."""
     learn = learner(name)
     before, saved = everything(learn.model), comparable(weights(learn))
-    learn.to_fp16(dtype=HALVES[precision], flat_master=flat)
-    assert_same(comparable(weights(learn)), saved)  # a checkpoint holds them all the time
-    learn.to_fp32()
-    assert_same(everything(learn.model), before)
+    for dtype, is_flat in ((torch.float16, flat), (torch.bfloat16, not flat)):
+        learn.to_fp16(dtype=dtype, flat_master=is_flat)
+        assert_same(comparable(weights(learn)), saved)  # a checkpoint holds them all the time
+        learn.to_fp32()
+        assert_same(everything(learn.model), before)
 
 
-ODD_NAMES = list(MODELS)[1::2]
-FEWER = pytest.mark.parametrize("name", [k for k in MODELS if k != "five_hundred"])  # it is slow
+FEWER = [k for k in MODELS if k != "five_hundred"]  # it is slow
 
 
-@FEWER
+@pytest.mark.parametrize("name", FEWER)
 def test_a_checkpoint_goes_into_plain_fastai_and_back(name, tmp_path):
     """A plain learner reads the file and trains on; the next 16-bit learner reads its file."""
     precision, flat = ("fp16", True) if name in ODD_NAMES else ("bf16", False)
@@ -692,11 +702,16 @@ def cloud(learn):
     return cloudpickle.loads(cloudpickle.dumps(learn))
 
 
-@FEWER
-@pytest.mark.parametrize("copied", [copy.deepcopy, torch_save])
+# tensors that are not float32, that are shared, that are no parameters and no buffers
+BOTH = "tied_to_embedding used_twice buffers double complex odd_shapes pruned int8_weights hooks"
+COPIES = [(k, torch_save if k in ODD_NAMES else copy.deepcopy) for k in FEWER]
+COPIES += [(k, copy.deepcopy if k in ODD_NAMES else torch_save) for k in BOTH.split()]
+
+
+@pytest.mark.parametrize("name, copied", COPIES)
 def test_a_copy_trains_on(name, copied):
     """With masters of its own, in one vector or not."""
-    flat = (name in ODD_NAMES) == (copied is copy.deepcopy)
+    flat = list(MODELS).index(name) % 4 > 1
     precision = "fp16" if flat else "bf16"
     learn = learner(name, precision, flat)
     learn.fit(1, 0.05)
@@ -713,18 +728,20 @@ def test_a_copy_trains_on(name, copied):
     assert_same(state(twin.to_fp32()), state(learn.to_fp32()))
 
 
-@pytest.mark.parametrize("copied", [cloud, pickle_round, torch_save, copy.deepcopy])
 @pytest.mark.parametrize("name", ["tied_to_embedding", "used_twice", "buffers", "lstm_projected"])
-def test_a_copy_of_a_16_bit_model_is_a_plain_one(name, copied):
+def test_a_copy_of_a_16_bit_model_is_a_plain_one(name):
     """It predicts what the learner does back in 32 bits, and ties what was tied."""
     learn = fit(learner(name, "fp16", True))
-    twin = copied(learn.model).eval()
-    assert_same(dict(twin.state_dict()), dict(learn.model.state_dict()))
-    assert len(list(twin.parameters())) == len(list(learn.model.parameters()))
+    ways = cloud, pickle_round, torch_save, copy.deepcopy
+    twins = [copied(learn.model).eval() for copied in ways]
+    for twin in twins:
+        assert_same(dict(twin.state_dict()), dict(learn.model.state_dict()))
+        assert len(list(twin.parameters())) == len(list(learn.model.parameters()))
     learn.to_fp32().model.eval()
     x = learn.dls.valid.one_batch()[0]
     with torch.no_grad():
-        assert_same(twin(x), learn.model(x))
+        for twin in twins:
+            assert_same(twin(x), learn.model(x))
 
 
 # Parametrizations
@@ -1009,21 +1026,25 @@ def replacing_learner(how, precision, **kwargs):
     return learn if precision is None else learn.to_fp16(dtype=PRECISIONS[precision])
 
 
+@cache
+def replaced(how, precision=None):
+    learn = replacing_learner(how, precision)
+    learn.fit(1, 0.05)
+    learn.fit(1, 0.05)
+    saved = weights(learn)
+    assert_same(weights(learn.to_fp32()), saved)
+    learn.fit(1, 0.05)
+    return everything(learn.model)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("how", WAYS_TO_REPLACE)
-def test_a_buffer_that_is_replaced_in_training(how, precision, tmp_path):
-    """Two fits, a checkpoint, and back: what plain fastai ends with, in its types and shapes."""
-    ends = []
-    for p in (None, precision):
-        learn = replacing_learner(how, p, path=tmp_path)
-        learn.fit(1, 0.05)
-        learn.fit(1, 0.05)
-        saved = weights(learn)
-        assert_same(weights(learn.to_fp32()), saved)
-        learn.fit(1, 0.05)
-        ends.append(everything(learn.model))
+def test_a_buffer_that_is_replaced_in_training(how, precision):
+    """Two fits, `to_fp32`, a fit: what plain fastai ends with, in its types and shapes."""
     tolerance = {"fp32": 0.0, "fp16": 4e-3, "bf16": 3e-2}[precision]
-    torch.testing.assert_close(ends[1], ends[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        replaced(how, precision), replaced(how), rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("how", ["none", "deleted", "longer", "late", "registered"])
@@ -1111,6 +1132,7 @@ def square_net():
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), head(6))
 
 
+@cache
 def changed(change, precision=None, flat=False):
     learn = make_learner(model=square_net, dls=make_dls(*floats(6)))
     if precision is not None:
@@ -1122,16 +1144,19 @@ def changed(change, precision=None, flat=False):
     return snapshot(learn)
 
 
+EACH_CHANGE = pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+
+
 @FLAT
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@EACH_CHANGE
 def test_a_change_between_fits_is_plain_fastais_in_float32(change, flat):
     assert_same(changed(change, "fp32", flat), changed(change))
 
 
-@IN_HALVES
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_a_change_between_fits_in_16_bits(change, precision):
+@EACH_CHANGE
+def test_a_change_between_fits_in_16_bits(change):
     """Flat is each, and both are near plain fastai."""
+    precision = ("fp16", "bf16")[CHANGES.index(change) % 2]
     each, flat = (changed(change, precision, flat) for flat in (False, True))
     assert_same(flat, each)
     tolerance = {"fp16": 2e-3, "bf16": 1e-2}[precision]
@@ -1165,30 +1190,35 @@ NO_CHANGES = {
 }
 
 
+@cache
+def unchanged(name, precision, flat):
+    """Train with what changes nothing between the fits; return the end."""
+    learn = make_learner(model=partial(normed, "group_norm"), dls=make_dls(*PICTURES()))
+    learn.to_fp16(dtype=HALVES[precision], flat_master=flat)
+    learn.fit(1, 0.05, wd=0.1)
+    if name is not None:
+        before = masters(learn)
+        NO_CHANGES[name](learn)
+        learn.fit(0)
+        assert_same(masters(learn), before)
+        assert learn.model[0].weight.dtype == HALVES[precision]
+    learn.fit(1, 0.05, wd=0.1)
+    return [bits(learn), everything(learn.to_fp32().model)]
+
+
 @FLAT
-@pytest.mark.parametrize("name, precision", [
-    (name, precision) for name in NO_CHANGES for precision in HALVES
-    if (name, precision) not in (("bfloat16", "fp16"), ("half", "bf16"), ("float_and_half", "bf16"))
-])  # fmt: skip
-def test_what_changes_no_weight_changes_no_bit(name, precision, flat):
+@pytest.mark.parametrize("name", NO_CHANGES)
+def test_what_changes_no_weight_changes_no_bit(name, flat):
     """A cast, a move or new memory between fits: masters, and the end of training, are the same.
 
     (A cast between float16 and bfloat16 does change weights; and one to 16 bits those of a
     BatchNorm, which are in 32: nobody can tell it from a user who writes what is rounded.)
     """
-    ends = []
-    for act in (NO_CHANGES[name], lambda learn: None):
-        learn = make_learner(model=partial(normed, "group_norm"), dls=make_dls(*PICTURES()))
-        learn.to_fp16(dtype=HALVES[precision], flat_master=flat)
-        learn.fit(1, 0.05, wd=0.1)
-        before = masters(learn)
-        act(learn)
-        learn.fit(0)
-        assert_same(masters(learn), before)
-        assert learn.model[0].weight.dtype == HALVES[precision]
-        learn.fit(1, 0.05, wd=0.1)
-        ends.append([bits(learn), everything(learn.to_fp32().model)])
-    assert_same(ends[0], ends[1])
+    in_bf16 = (list(NO_CHANGES).index(name) % 2 == 1) == flat
+    precision = {"half": "fp16", "float_and_half": "fp16", "bfloat16": "bf16"}.get(
+        name, "bf16" if in_bf16 else "fp16"
+    )
+    assert_same(unchanged(name, precision, flat), unchanged(None, precision, flat))
 
 
 # Layers that come late, and models that cannot be taken

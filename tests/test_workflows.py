@@ -40,6 +40,8 @@ from mixedfp.callback import MixedPrecision
 from mixedfp.examples import photos
 from mixedfp.testing import assert_same
 
+pytestmark = pytest.mark.usefixtures("trials_are_remembered")
+
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HALF = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
@@ -363,10 +365,11 @@ OTHER_OPTIMIZERS = [
     ("batches_by_hand", "torch_adamw"),
 ]
 RUNS = [(way, "sgd") for way in ALL] + OTHER_OPTIMIZERS
-WAY = pytest.mark.parametrize("way, opt", RUNS, ids=["-".join(pair) for pair in RUNS])
 
-
-EXACT = [(*run, flat) for run in RUNS for flat in (False, True) if flat or run[0] in TRAININGS]
+# all in one vector, every other one with a master each as well
+EXACT = [(*run, True) for run in RUNS] + [(*run, False) for run in RUNS[::2]]
+# by turns in one of the types; in the other one they go where 32 bits go
+TWICE = [(*run, list(HALVES)[i % 2]) for i, run in enumerate(RUNS)]
 
 
 @pytest.mark.parametrize("way, opt, flat", EXACT, ids=["-".join(map(str, run)) for run in EXACT])
@@ -375,10 +378,9 @@ def test_float32_is_plain_fastai(way, opt, flat):
     assert_same(train(way, opt, torch.float32, flat)["after"], train(way, opt)["after"])
 
 
-@HALF
-@WAY
-def test_flat_is_each(way, opt, dtype):
-    flat, each = (train(way, opt, dtype, flat=flat) for flat in (True, False))
+@pytest.mark.parametrize("way, opt, half", TWICE, ids=["-".join(run) for run in TWICE])
+def test_flat_is_each(way, opt, half):
+    flat, each = (train(way, opt, HALVES[half], flat=flat) for flat in (True, False))
     assert_same(flat["after"], each["after"])
 
 
@@ -416,7 +418,6 @@ PRECISIONS = {
     "bf16": lambda learn, **kw: learn.to_bf16(**kw),
     "bf16_flat": lambda learn, **kw: learn.to_bf16(flat_master=True, **kw),
 }
-PRECISION = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def state(learn):
@@ -487,9 +488,16 @@ def around_a_search(when, search, precision, path):
     return learn
 
 
-@PRECISION
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("when", ["before_any_fit", "between_fits", "frozen"])
+WHEN = "before_any_fit", "between_fits", "frozen"
+LOOKED_FOR = [
+    (when, search, precision)
+    for i, when in enumerate(WHEN)
+    for j, search in enumerate(SEARCHES)
+    for precision in (("fp16", "bf16_flat"), ("fp16_flat", "bf16"))[(i + j) % 2]
+]
+
+
+@pytest.mark.parametrize("when, search, precision", LOOKED_FOR)
 def test_a_search_for_a_rate_leaves_no_trace(when, search, precision, tmp_path_factory):
     """Weights, masters, buffers, state and scale stay; the fit after it is the one without it.
 
@@ -683,8 +691,11 @@ def expected_of(look):
     return look_at(trained(), look)
 
 
-DRAWN = ("interpret", "show")  # slow: once in each type
-VIEWS = [(k, p) for k in LOOKS for p in PRECISIONS if k not in DRAWN or p in ("fp16_flat", "bf16")]
+VIEWS = [
+    (look, precision)
+    for i, look in enumerate(LOOKS)
+    for precision in (("fp16", "bf16_flat"), ("fp16_flat", "bf16"))[i % 2]
+]
 
 
 @pytest.mark.parametrize("look, precision", VIEWS, ids=["-".join(pair) for pair in VIEWS])

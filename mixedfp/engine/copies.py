@@ -6,9 +6,10 @@
 __all__ = ['LEAVING', 'check_initialized', 'check_free', 'copied_parts', 'drop_hooks', 'remove_forwards', 'copied_as_it_is',
            'DeepCopy', 'Reduce']
 
-# %% ../../nbs/engine/06_copies.ipynb #33d4c12a
+# %% ../../nbs/engine/06_copies.ipynb #e6719a6b
 import copy
 import sys
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -20,10 +21,7 @@ from .full_state import keep_low_bits, masters_of
 from .torch_private import remove_hooks, uncompiled
 from ..formats import MixedPrecisionError
 
-# %% ../../nbs/engine/06_copies.ipynb #4361dfee
-LEAVING = "__deepcopy__", "__reduce_ex__"
-
-
+# %% ../../nbs/engine/06_copies.ipynb #bf59627d
 def check_initialized(
     model: nn.Module,
 ) -> None:
@@ -48,7 +46,7 @@ def check_free(
             "MasterOptimizer) first: training goes on from its 32-bit weights"
         )
 
-
+# %% ../../nbs/engine/06_copies.ipynb #7c928319
 def copied_parts(model):
     "What is copied: the model; where it is but a container of models, these as well."
     has_forward = getattr(model.forward, "__func__", None) is not nn.Module.forward
@@ -73,19 +71,18 @@ def remove_forwards(model):
         forward.remove()
     return found
 
+# %% ../../nbs/engine/06_copies.ipynb #a213d1ef
+LEAVING = "__deepcopy__", "__reduce_ex__"
 
-class _as_it_is:
+
+@contextmanager
+def _as_it_is(model):
     "In this block `model` is copied and pickled as any other module."
-
-    def __init__(self, model):
-        self.model = model
-
-    def __enter__(self):
-        self.off = {k: vars(self.model).pop(k) for k in LEAVING if k in vars(self.model)}
-        return self.model
-
-    def __exit__(self, *error):
-        vars(self.model).update(self.off)
+    off = {k: vars(model).pop(k) for k in LEAVING if k in vars(model)}
+    try:
+        yield model
+    finally:
+        vars(model).update(off)
 
 
 def copied_as_it_is(
@@ -96,7 +93,7 @@ def copied_as_it_is(
     with _as_it_is(model):
         return copy.deepcopy(model, memo)
 
-
+# %% ../../nbs/engine/06_copies.ipynb #611d7258
 class DeepCopy:
     "How a model in 16 bits is copied: into a plain one in 32, whose weights are the masters."
 
@@ -119,6 +116,12 @@ class DeepCopy:
         return twin
 
 
+def _leave(model):
+    masters = masters_of(model)
+    if masters is not None and not masters.is_restored:
+        masters.leave()
+
+# %% ../../nbs/engine/06_copies.ipynb #0243692d
 class Reduce:
     "How a model in 16 bits is pickled: so that a plain one in 32 comes out."
 
@@ -137,13 +140,7 @@ def _set_state(model, state):
     model.__setstate__(state)
     _leave(model)
 
-
-def _leave(model):
-    masters = masters_of(model)
-    if masters is not None and not masters.is_restored:
-        masters.leave()
-
-
+# %% ../../nbs/engine/06_copies.ipynb #e58d6edc
 class _UpdateAverage:
     "`AveragedModel.update_parameters`, which is shown the 32-bit weights of a 16-bit model."
 

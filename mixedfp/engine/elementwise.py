@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -26,7 +27,7 @@ from mixedfp.engine.optim_access import (
 )
 from ..formats import MixedPrecisionError
 
-# %% ../../nbs/engine/13_elementwise.ipynb #34ff18f6
+# %% ../../nbs/engine/13_elementwise.ipynb #3023f59a
 # Kind and size of the gradients of a trial, one a step.
 _ANY, _SAME, _SOME = "random", "the same again", "zero in some tensors"
 _ACROSS, _ALONG = "orthogonal to the weights", "along the weights"
@@ -37,49 +38,7 @@ _GRADS += [(_ACROSS, 0.1), (_ANY, 1.0), (_ANY, 0.3), (_ANY, 0.1)]
 _MOST = 100  # steps of a trial in which nothing moves
 _ALL_GROUPS = 8  # of more groups only the first of each kind is tried
 
-
-def is_elementwise(
-    opt: Any,  # an optimizer of fastai or torch.optim; not changed
-    device: str | torch.device = "cpu",  # where to try it
-) -> bool:
-    "Whether `opt` updates a vector as it updates its pieces, found out by trying it."
-    return _objection(opt, device) is None
-
-
-def _objection(opt, device):
-    "Why masters of `opt` may not lie in one vector, None if they may."
-    core = core_of(opt)
-    inner = [v for v in vars(core).values() if isinstance(v, torch.optim.Optimizer)]
-    if inner:
-        return f"steps another optimizer ({type(inner[0]).__name__}), which would see no vector"
-    why = why_no_copy(core)
-    if why is not None:
-        return why
-    error = None
-    for init in (False, True) if core.state else (False,):
-        for dtype in (torch.float64, torch.float32):
-            try:
-                with same_random_state(device):
-                    return _Trial(core, device, dtype, init).result()
-            except Exception as e:  # it wants matrices, or a closure, or no 64 bits
-                error = error or e
-    said = (str(error).splitlines() or [""])[0][:200]
-    return f"cannot step a vector in place of its parameters: {type(error).__name__}: {said}"
-
-
-@contextmanager
-def same_random_state(device):
-    "Leave the random numbers as they are to those who come next."
-    device = torch.device(device)
-    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices, device_type=kind):
-            yield
-    finally:
-        random.setstate(state)
-
-# %% ../../nbs/engine/13_elementwise.ipynb #c3f0c200
+# %% ../../nbs/engine/13_elementwise.ipynb #75762021
 class _Trial:
     """Copies of an optimizer: one steps small tensors, another the same numbers as a vector.
 
@@ -120,103 +79,112 @@ class _Trial:
         found = self._difference()
         return self._later() if found is None else found
 
-    def _later(self):
-        "What is found where the counts of steps are far on: beyond any warm-up."
-        for probe in self.probes:
-            for i, held in enumerate(_counters(probe)):
-                _advance(held, self.given[i] if i < len(self.given) else {}, len(self.kinds))
-        try:
-            self._try_all()
-        except Exception:  # a schedule of its own is at its end
-            return None
-        return self._difference()
+# %% ../../nbs/engine/13_elementwise.ipynb #5dd3f5fc
+@patch
+def _try_all(self: _Trial):
+    for kind, size in _GRADS:
+        self._try(kind, size)
 
-    def _try_all(self):
-        for kind, size in _GRADS:
-            self._try(kind, size)
 
-    def _try(self, kind, size):
-        self.kinds.append(kind)
-        for ps, (vector,), (other,) in zip(self.pieces, self.vectors, self.others, strict=True):
-            for i, p in enumerate(ps):
-                if kind != _SAME:
-                    p.grad = size * self._grad(p.detach(), kind, i)
-            vector.grad = _joined([p.grad for p in ps])  # before a step that may change gradients
-            other.grad = vector.grad.clone()
-            other.grad[-2:] = 3 * other.grad[-2:].flip(0) + size
-        for probe in self.probes:
-            self.step(probe)
-        self.seen.append(self._look())
+@patch
+def _try(self: _Trial, kind, size):
+    self.kinds.append(kind)
+    for ps, (vector,), (other,) in zip(self.pieces, self.vectors, self.others, strict=True):
+        for i, p in enumerate(ps):
+            if kind != _SAME:
+                p.grad = size * self._grad(p.detach(), kind, i)
+        vector.grad = _joined([p.grad for p in ps])  # before a step that may change gradients
+        other.grad = vector.grad.clone()
+        other.grad[-2:] = 3 * other.grad[-2:].flip(0) + size
+    for probe in self.probes:
+        self.step(probe)
+    self.seen.append(self._look())
 
-    def _randn(self, dims, dtype):
-        return torch.randn(dims, generator=self.rng, dtype=dtype).to(self.device)
 
-    def _grad(self, w, kind, i):
-        g = self._randn(w.shape, w.dtype)
-        if kind == _SOME and i % 2:
-            return torch.zeros_like(g)
-        if kind in (_ANY, _SOME):
-            return g
-        rows = w.reshape((1, -1) if w.ndim == 1 else (len(w), -1))
-        rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
-        along = (g.view_as(rows) * rows).sum(1, keepdim=True)
-        if kind == _ACROSS:
-            return g - (along * rows).view_as(w)
-        return ((2 + along.abs()) * rows).view_as(w)
+@patch
+def _grad(self: _Trial, w, kind, i):
+    g = self._randn(w.shape, w.dtype)
+    if kind == _SOME and i % 2:
+        return torch.zeros_like(g)
+    if kind in (_ANY, _SOME):
+        return g
+    rows = w.reshape((1, -1) if w.ndim == 1 else (len(w), -1))
+    rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    along = (g.view_as(rows) * rows).sum(1, keepdim=True)
+    if kind == _ACROSS:
+        return g - (along * rows).view_as(w)
+    return ((2 + along.abs()) * rows).view_as(w)
 
-    def _look(self):
-        "All weights by group: as pieces, as a vector, in one with other gradients at its end."
-        lists = self.pieces, self.vectors, self.others
-        return torch.stack([torch.stack([_joined(ps) for ps in groups]) for groups in lists])
 
-    def _has_moved(self):
-        return (self.seen[-1][0] != self.seen[0][0]).any(1)
+@patch
+def _randn(self: _Trial, dims, dtype):
+    return torch.randn(dims, generator=self.rng, dtype=dtype).to(self.device)
 
-    def _difference(self):
-        "The first step in which the updates are further apart than roundings."
-        seen = torch.stack(self.seen)  # by step, which of three, group, element
-        seen = torch.where(seen.isfinite(), seen, torch.finfo(seen.dtype).max / 4)
-        updates = seen[1:] - seen[:-1]
-        sizes = [math.prod(dims) for dims in self.sizes]
-        apart, size, weight = (
-            torch.stack([part.amax(-1) for part in x.abs().split(sizes, -1)], -1)
-            for x in (updates[:, 0] - updates[:, 1], updates[:, 0], seen[:-1, 0])
-        )
-        bound = 1e-3 * size + 16 * torch.finfo(seen.dtype).eps * weight
-        is_over = (apart > bound).any(-1)
-        depends = (seen[1:, 1] != seen[1:, 2])[..., :-2].any(-1)
-        if not (is_over | depends).any():
-            return self._number_of_all()
-        step, group = (int(i) for i in (is_over | depends).nonzero()[0])
-        share = float((apart / size.clamp_min(1e-300)).nan_to_num(0)[step, group].max())
-        how = f"the updates were {share:.2g} times their size apart"
-        if not is_over[step, group]:
-            how = "an element was stepped by the gradients of others"
-        return (
-            "does not update a vector as it updates its pieces (it looks at whole layers): in step "
-            f"{step + 1} of a trial{self._group(group)}, with gradients that were "
-            f"{self.kinds[step]}, {how}"
-        )
+# %% ../../nbs/engine/13_elementwise.ipynb #03c6d7e8
+@patch
+def _look(self: _Trial):
+    "All weights by group: as pieces, as a vector, in one with other gradients at its end."
+    lists = self.pieces, self.vectors, self.others
+    return torch.stack([torch.stack([_joined(ps) for ps in groups]) for groups in lists])
 
-    def _number_of_all(self):
-        "A number that the optimizer keeps, and that depends on the gradients."
-        _, one, other = map(_numbers, self.probes)
-        names = [k for (k, a), (_, b) in zip(one, other, strict=False) if a != b and a == a]
-        return f"keeps a {names[0]!r} that looks at whole layers" if names else None
 
-    def _group(self, i):
-        return f" of group {self.which[i]}" if len(self.which) > 1 else ""
+@patch
+def _has_moved(self: _Trial):
+    return (self.seen[-1][0] != self.seen[0][0]).any(1)
 
-# %% ../../nbs/engine/13_elementwise.ipynb #e6d35a31
-def _kinds(hypers):
-    "The indices of groups to be tried."
-    if len(hypers) <= _ALL_GROUPS:
-        return list(range(len(hypers)))
-    kinds = {}
-    for i, group in enumerate(hypers):
-        own = sorted((k, repr(v)) for k, v in group.items() if k not in ("params", "lr"))
-        kinds.setdefault(repr(own), i)
-    return list(kinds.values())
+
+@patch
+def _group(self: _Trial, i):
+    return f" of group {self.which[i]}" if len(self.which) > 1 else ""
+
+# %% ../../nbs/engine/13_elementwise.ipynb #3214b865
+@patch
+def _difference(self: _Trial):
+    "The first step in which the updates are further apart than roundings."
+    seen = torch.stack(self.seen)  # by step, which of three, group, element
+    seen = torch.where(seen.isfinite(), seen, torch.finfo(seen.dtype).max / 4)
+    updates = seen[1:] - seen[:-1]
+    sizes = [math.prod(dims) for dims in self.sizes]
+    apart, size, weight = (
+        torch.stack([part.amax(-1) for part in x.abs().split(sizes, -1)], -1)
+        for x in (updates[:, 0] - updates[:, 1], updates[:, 0], seen[:-1, 0])
+    )
+    bound = 1e-3 * size + 16 * torch.finfo(seen.dtype).eps * weight
+    is_over = (apart > bound).any(-1)
+    depends = (seen[1:, 1] != seen[1:, 2])[..., :-2].any(-1)
+    if not (is_over | depends).any():
+        return self._number_of_all()
+    step, group = (int(i) for i in (is_over | depends).nonzero()[0])
+    share = float((apart / size.clamp_min(1e-300)).nan_to_num(0)[step, group].max())
+    how = f"the updates were {share:.2g} times their size apart"
+    if not is_over[step, group]:
+        how = "an element was stepped by the gradients of others"
+    return (
+        "does not update a vector as it updates its pieces (it looks at whole layers): in step "
+        f"{step + 1} of a trial{self._group(group)}, with gradients that were "
+        f"{self.kinds[step]}, {how}"
+    )
+
+# %% ../../nbs/engine/13_elementwise.ipynb #c5632854
+@patch
+def _later(self: _Trial):
+    "What is found where the counts of steps are far on: beyond any warm-up."
+    for probe in self.probes:
+        for i, held in enumerate(_counters(probe)):
+            _advance(held, self.given[i] if i < len(self.given) else {}, len(self.kinds))
+    try:
+        self._try_all()
+    except Exception:  # a schedule of its own is at its end
+        return None
+    return self._difference()
+
+
+@patch
+def _number_of_all(self: _Trial):
+    "A number that the optimizer keeps, and that depends on the gradients."
+    _, one, other = map(_numbers, self.probes)
+    names = [k for (k, a), (_, b) in zip(one, other, strict=False) if a != b and a == a]
+    return f"keeps a {names[0]!r} that looks at whole layers" if names else None
 
 
 def _counters(core):
@@ -241,9 +209,16 @@ def _numbers(core):
         if type(v) in (int, float) or (isinstance(v, Tensor) and v.numel() == 1)
     ]
 
-
-def _joined(tensors):
-    return torch.cat([t.detach().flatten() for t in tensors])
+# %% ../../nbs/engine/13_elementwise.ipynb #f50e7b4e
+def _kinds(hypers):
+    "The indices of groups to be tried."
+    if len(hypers) <= _ALL_GROUPS:
+        return list(range(len(hypers)))
+    kinds = {}
+    for i, group in enumerate(hypers):
+        own = sorted((k, repr(v)) for k, v in group.items() if k not in ("params", "lr"))
+        kinds.setdefault(repr(own), i)
+    return list(kinds.values())
 
 
 def _plain_step(core):
@@ -252,13 +227,10 @@ def _plain_step(core):
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def _with_state(core, params):
-    "The largest parameter and its state, if the optimizer has made one: it shows what is like it."
-    made = [p for p in params if core.state.get(p) and p.ndim > 0 and p.numel() > 0]
-    p = max(made, key=Tensor.numel, default=None)
-    return None if p is None else (p, core.state[p])
+def _joined(tensors):
+    return torch.cat([t.detach().flatten() for t in tensors])
 
-
+# %% ../../nbs/engine/13_elementwise.ipynb #b112860a
 def _templates(core):
     "For each group what `_with_state` says; of a group of single numbers, what another group has."
     lists = param_lists(core)
@@ -268,6 +240,13 @@ def _templates(core):
         other if t is None and any(core.state.get(p) for p in ps) else t
         for t, ps in zip(found, lists, strict=True)
     ]
+
+
+def _with_state(core, params):
+    "The largest parameter and its state, if the optimizer has made one: it shows what is like it."
+    made = [p for p in params if core.state.get(p) and p.ndim > 0 and p.numel() > 0]
+    p = max(made, key=Tensor.numel, default=None)
+    return None if p is None else (p, core.state[p])
 
 
 def _state_like(w, p, state):
@@ -284,6 +263,48 @@ def _value_like(w, p, value):
         return w.detach().clone()
     dtype = w.dtype if value.is_floating_point() else value.dtype
     return torch.full_like(w.detach(), now[0].item(), dtype=dtype)
+
+# %% ../../nbs/engine/13_elementwise.ipynb #d088c986
+def is_elementwise(
+    opt: Any,  # an optimizer of fastai or torch.optim; not changed
+    device: str | torch.device = "cpu",  # where to try it
+) -> bool:
+    "Whether `opt` updates a vector as it updates its pieces, found out by trying it."
+    return _objection(opt, device) is None
+
+
+def _objection(opt, device):
+    "Why masters of `opt` may not lie in one vector, None if they may."
+    core = core_of(opt)
+    inner = [v for v in vars(core).values() if isinstance(v, torch.optim.Optimizer)]
+    if inner:
+        return f"steps another optimizer ({type(inner[0]).__name__}), which would see no vector"
+    why = why_no_copy(core)
+    if why is not None:
+        return why
+    error = None
+    for init in (False, True) if core.state else (False,):
+        for dtype in (torch.float64, torch.float32):
+            try:
+                with same_random_state(device):
+                    return _Trial(core, device, dtype, init).result()
+            except Exception as e:  # it wants matrices, or a closure, or no 64 bits
+                error = error or e
+    said = (str(error).splitlines() or [""])[0][:200]
+    return f"cannot step a vector in place of its parameters: {type(error).__name__}: {said}"
+
+# %% ../../nbs/engine/13_elementwise.ipynb #3a3b4930
+@contextmanager
+def same_random_state(device):
+    "Leave the random numbers as they are to those who come next."
+    device = torch.device(device)
+    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(state)
 
 # %% ../../nbs/engine/13_elementwise.ipynb #7b965c59
 def check_elementwise(

@@ -17,6 +17,7 @@ from operator import is_not
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import nn
 
 from ..cast import stays_float, to_float
@@ -38,32 +39,21 @@ from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, map_tensors, notice_once
 
-# %% ../../nbs/engine/08_forward.ipynb #a7cbe574
+# %% ../../nbs/engine/08_forward.ipynb #abda1374
 class WrappedForward:
     """What stands in `model.forward`: to who looks at it, it is the model's own.
 
     It has its signature, name and code; and as `__func__` it is a function of model and inputs.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-    ):
+    def __init__(self, model: nn.Module):
         self.model, self.inner = model, vars(model).get("forward")
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-    ) -> "WrappedForward | None":
+    def of(cls, model: nn.Module) -> "WrappedForward | None":
         "What stands in `model.forward`, if it is one of these."
         forward = vars(model).get("forward")
         return forward if isinstance(forward, cls) else None
-
-    def _own(self, *args, **kwargs):
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return type(self.model).forward(self.model, *args, **kwargs)
 
     @property
     def __wrapped__(self) -> Any:
@@ -94,53 +84,63 @@ class WrappedForward:
         forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])
         return forward
 
-    def over(
-        self,
-        model: nn.Module,  # this one's, or a copy of it
-    ) -> Any:
-        "The same around the forward pass of `model`."
-        if model is self.model:
-            return self
-        new = copy.copy(self)
-        new.model = model
-        return new
-
     def __getattr__(self, name):
         "Show the code, the name and the defaults of the forward pass that this one stands for."
         if "model" not in vars(self) or name in ("__deepcopy__", "__set_name__"):
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
-    def install(self) -> Any:  # itself
-        "Stand in the model's forward, until `remove`."
-        self.model.forward = self
-        return self
-
-    def remove(self) -> None:
-        "Give the model its own forward back."
-        if vars(self.model).get("forward") is not self:
-            return
-        if self.inner is None:
-            del self.model.forward
-        else:
-            self.model.forward = self.inner
-
     def __getstate__(self) -> dict:
         """Be copied and pickled without what `torch.compile` has made: no copy can have it."""
         is_compiled = uncompiled(self.model) is not self.model
         return vars(self) | dict(inner=None if is_compiled else self.inner)
 
-# %% ../../nbs/engine/08_forward.ipynb #3ed47e76
+# %% ../../nbs/engine/08_forward.ipynb #e71c6261
+@patch
+def _own(self: WrappedForward, *args, **kwargs):
+    if self.inner is not None:
+        return self.inner(*args, **kwargs)
+    return type(self.model).forward(self.model, *args, **kwargs)
+
+
+@patch
+def over(
+    self: WrappedForward,
+    model: nn.Module,  # this one's, or a copy of it
+) -> Any:
+    "The same around the forward pass of `model`."
+    if model is self.model:
+        return self
+    new = copy.copy(self)
+    new.model = model
+    return new
+
+
+@patch
+def install(self: WrappedForward) -> Any:  # itself
+    "Stand in the model's forward, until `remove`."
+    self.model.forward = self
+    return self
+
+
+@patch
+def remove(self: WrappedForward) -> None:
+    "Give the model its own forward back."
+    if vars(self.model).get("forward") is not self:
+        return
+    if self.inner is None:
+        del self.model.forward
+    else:
+        self.model.forward = self.inner
+
+# %% ../../nbs/engine/08_forward.ipynb #3aa8d399
 class BeforeForward:
     """Random state, buffers and modules' attributes as they are before a forward pass.
 
     After the first pass only random state and the buffers that it has written into.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-    ):
+    def __init__(self, model: nn.Module):
         self.modules, self.device = list(model.modules()), _device_of(model)
         self.slots = [(m, k) for m in self.modules for k, b in m._buffers.items() if b is not None]
         self.buffers, self.copies = [], []
@@ -162,37 +162,41 @@ class BeforeForward:
             self.versions = [None if b is None else b._version for b in now]
             self.attributes = [dict(vars(m)) for m in self.modules]
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        "Bring it back, but for what was written in place into tensors that are no buffers."
-        torch.set_rng_state(self.rng[0])
-        if len(self.rng) > 1:
-            torch.get_device_module(self.device).set_rng_state(self.rng[1], self.device)
-        if self.is_first:
-            for m, attributes in zip(self.modules, self.attributes, strict=True):
-                vars(m).clear()
-                vars(m).update(attributes)
-        for (m, k), b, kept in zip(self.slots, self.buffers, self.copies, strict=True):
-            m._buffers[k] = b
-            if b is not None and kept is not None and not torch.equal(b, kept):
-                b.copy_(kept)
-
-    def end(self) -> None:
-        "From now on take down what may change: kernels do not count what they write into norms."
-        if not self.is_first:
-            return
-        was = zip(self.slots, self.buffers, self.versions, strict=True)
-        self.slots = [
-            (m, k)
-            for (m, k), b, version in was
-            if m._buffers.get(k) is not b
-            or (b is not None and b._version != version)
-            or (m.training and stays_float(m))
-        ]
-        self.buffers, self.copies, self.attributes = [], [], []
-        self.is_first = False
+# %% ../../nbs/engine/08_forward.ipynb #724a5084
+@patch
+@torch.no_grad()
+def restore(self: BeforeForward) -> None:
+    "Bring it back, but for what was written in place into tensors that are no buffers."
+    torch.set_rng_state(self.rng[0])
+    if len(self.rng) > 1:
+        torch.get_device_module(self.device).set_rng_state(self.rng[1], self.device)
+    if self.is_first:
+        for m, attributes in zip(self.modules, self.attributes, strict=True):
+            vars(m).clear()
+            vars(m).update(attributes)
+    for (m, k), b, kept in zip(self.slots, self.buffers, self.copies, strict=True):
+        m._buffers[k] = b
+        if b is not None and kept is not None and not torch.equal(b, kept):
+            b.copy_(kept)
 
 
+@patch
+def end(self: BeforeForward) -> None:
+    "From now on take down what may change: kernels do not count what they write into norms."
+    if not self.is_first:
+        return
+    was = zip(self.slots, self.buffers, self.versions, strict=True)
+    self.slots = [
+        (m, k)
+        for (m, k), b, version in was
+        if m._buffers.get(k) is not b
+        or (b is not None and b._version != version)
+        or (m.training and stays_float(m))
+    ]
+    self.buffers, self.copies, self.attributes = [], [], []
+    self.is_first = False
+
+# %% ../../nbs/engine/08_forward.ipynb #375cdc58
 def _device_of(model):
     p = next(model.parameters(), None)
     return torch.device("cpu") if p is None else p.device
@@ -204,7 +208,7 @@ def _can_go_back(device):
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
-# %% ../../nbs/engine/08_forward.ipynb #3f26e89c
+# %% ../../nbs/engine/08_forward.ipynb #81b170f7
 class HalfForward(WrappedForward):
     """The forward pass of a 16-bit model, which is called with 32-bit tensors and returns such.
 
@@ -252,147 +256,167 @@ class HalfForward(WrappedForward):
                 "torch.finfo(x.dtype).min (or .max) instead, or train in bfloat16 with to_bf16()"
             ) from e
 
-    def _take_over_weights(self):
-        "Cast what others have put into the model in another dtype: no pass computes with both."
-        masters = masters_of(self.model)
-        if masters is not None and not masters.is_in_its_dtypes():
-            masters.sync_from_model()
-
-    def _compute(self, args, kwargs, need=None, find=None):
-        with nullcontext() if self.layers is None else self.layers.active():
-            if need is None:
-                return self._forward(args, kwargs, find)
-            device_type = _device_of(self.model).type
-            with torch.autocast(device_type, self.dtype):
-                return self._forward(args, kwargs, find, PromoteMixed(need == "sigmoid"))
-
-    def _is_half_on_cpu(self):
-        "Whether products may have to be computed in float32 and rounded."
-        if self.native or self.dtype != torch.float16 or torch.compiler.is_exporting():
-            return False
-        return _device_of(self.model).type == "cpu"
-
-    def _forward(self, *inputs):
-        if self._is_half_on_cpu() and not has_fp16_arithmetic("cpu"):
-            notice_once(
-                "this CPU has no fp16 arithmetic: float16 products are computed in float32 and "
-                "rounded to float16, at about float32's speed. to_bf16() is faster where the CPU "
-                "has bfloat16; native=True uses PyTorch's own, slow kernels"
-            )
-            with ComputeInFloat32():
-                return self._forward_as_it_is(*inputs)
-        if self.dtype != torch.bfloat16 or self.native or _device_of(self.model).type != "cpu":
-            return self._forward_as_it_is(*inputs)
-        return self._forward_with_attention(*inputs)
-
-    def _forward_as_it_is(self, args, kwargs, find=None, promote=None):
-        if find is None and promote is None:
-            return self._own(*args, **kwargs)
-        nothing = nullcontext()  # what is entered last sees each function first
-        with nothing if find is None else find, nothing if promote is None else promote:
-            return self._own(*args, **kwargs)
-
-    def _forward_with_attention(self, *inputs):
-        is_compiled = torch.compiler.is_compiling() or uncompiled(self.model) is not self.model
-        is_plain = is_compiled or self.attends is False or not torch.is_grad_enabled()
-        if is_plain or not slow_attention("cpu", self.dtype):
-            return self._forward_as_it_is(*inputs)
-        with AttentionInFloat32() as mode:
-            out = self._forward_as_it_is(*inputs)
-        if self.attends is None:  # a mode costs a convolutional network 1 % of a step
-            self.attends = mode.is_used
-        return out
-
     @outside_of_dynamo  # it would trace the mode anew at each call
     def _compute_outside_of_dynamo(self, *inputs):
         return self._compute_as_needed(*inputs)
-
-    def _where(self, error):
-        "The innermost module of the model that `error` passed through."
-        names = {
-            id(m): f"`{name}`" if name else "the model" for name, m in self.model.named_modules()
-        }
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        modules = [frame.f_locals.get("self") for frame in frames]
-        inside = [m for m in modules if id(m) in names]
-        return f"{names[id(inside[-1])]} ({type(inside[-1]).__name__})" if inside else "the model"
-
-    def _compute_as_needed(self, args, kwargs):
-        "Compute the forward pass; again, under autocast, if the model turns out to need that."
-        kind = (self.model.training, len(args), *kwargs)
-        need = self.needs.get(kind)
-        if torch.compiler.is_compiling():
-            if self._is_half_on_cpu():
-                return self._compute_outside_of_dynamo(args, kwargs)
-            # nobody can go back; what was not found out before is safe under autocast
-            return self._compute(args, kwargs, need if kind in self.needs else "types")
-        if need is not None or self.is_inside:
-            return self._compute(args, kwargs, need)
-        before = self._look_before(kind)
-        self.is_inside = True
-        try:
-            need, out = self._find_out(before, args, kwargs)
-        finally:
-            self.is_inside = False
-        if before is not None:
-            before.end()
-            self.needs[kind] = need
-        return out
-
-    def _look_before(self, kind):
-        "What is needed to go back to where the model is now; None where one cannot."
-        if not _can_go_back(_device_of(self.model)):
-            return None
-        before = self.before.get(kind)
-        if before is None:
-            before = self.before[kind] = BeforeForward(self.model)
-        before.look()
-        return before
-
-    def _find_out(self, before, args, kwargs):
-        "Why the model needs autocast, None if it does not; and what it returns."
-        error, need = None, None
-        try:
-            while True:
-                is_new = before is not None and (before.is_first or need is not None)
-                find = FindEnd() if is_new else None
-                try:
-                    out = self._compute(args, kwargs, need, find)
-                    more = None if find is None else find.kind(out)
-                except (RuntimeError, ValueError) as e:
-                    if error is not None:
-                        raise error from None
-                    if need is not None or not is_about_dtypes(e):
-                        raise
-                    error, more = e, "types"
-                if more in (None, need):
-                    break
-                out, need = None, more
-                if before is not None:
-                    before.restore()
-            if error is not None:
-                self._notice(error)
-        finally:
-            error = None  # its traceback holds what the forward pass has kept
-        if need is None and find is not None and find.is_in_the_way:
-            out = None
-            if before is not None:
-                before.restore()
-            out = self._compute(args, kwargs)
-        return need, out
-
-    def _notice(self, error):
-        notice_once(
-            f"in {self._where(error)} numbers of 32 and of 16 bits meet ({error}): the model is "
-            "computed under torch.autocast from now on. A tensor that is created with "
-            "dtype=x.dtype is in 16 bits from the start"
-        )
 
     def __getstate__(self) -> dict:
         """Be copied and pickled without what brings another model back."""
         return super().__getstate__() | dict(before={})
 
-# %% ../../nbs/engine/08_forward.ipynb #786c8e04
+# %% ../../nbs/engine/08_forward.ipynb #91f93cd5
+@patch
+def _take_over_weights(self: HalfForward):
+    "Cast what others have put into the model in another dtype: no pass computes with both."
+    masters = masters_of(self.model)
+    if masters is not None and not masters.is_in_its_dtypes():
+        masters.sync_from_model()
+
+
+@patch
+def _where(self: HalfForward, error):
+    "The innermost module of the model that `error` passed through."
+    names = {id(m): f"`{name}`" if name else "the model" for name, m in self.model.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_locals.get("self") for frame in frames]
+    inside = [m for m in modules if id(m) in names]
+    return f"{names[id(inside[-1])]} ({type(inside[-1]).__name__})" if inside else "the model"
+
+# %% ../../nbs/engine/08_forward.ipynb #68130b63
+@patch
+def _compute_as_needed(self: HalfForward, args, kwargs):
+    "Compute the forward pass; again, under autocast, if the model turns out to need that."
+    kind = (self.model.training, len(args), *kwargs)
+    need = self.needs.get(kind)
+    if torch.compiler.is_compiling():
+        if self._is_half_on_cpu():
+            return self._compute_outside_of_dynamo(args, kwargs)
+        # nobody can go back; what was not found out before is safe under autocast
+        return self._compute(args, kwargs, need if kind in self.needs else "types")
+    if need is not None or self.is_inside:
+        return self._compute(args, kwargs, need)
+    before = self._look_before(kind)
+    self.is_inside = True
+    try:
+        need, out = self._find_out(before, args, kwargs)
+    finally:
+        self.is_inside = False
+    if before is not None:
+        before.end()
+        self.needs[kind] = need
+    return out
+
+
+@patch
+def _look_before(self: HalfForward, kind):
+    "What is needed to go back to where the model is now; None where one cannot."
+    if not _can_go_back(_device_of(self.model)):
+        return None
+    before = self.before.get(kind)
+    if before is None:
+        before = self.before[kind] = BeforeForward(self.model)
+    before.look()
+    return before
+
+# %% ../../nbs/engine/08_forward.ipynb #e9de3781
+@patch
+def _find_out(self: HalfForward, before, args, kwargs):
+    "Why the model needs autocast, None if it does not; and what it returns."
+    error, need = None, None
+    try:
+        while True:
+            is_new = before is not None and (before.is_first or need is not None)
+            find = FindEnd() if is_new else None
+            try:
+                out = self._compute(args, kwargs, need, find)
+                more = None if find is None else find.kind(out)
+            except (RuntimeError, ValueError) as e:
+                if error is not None:
+                    raise error from None
+                if need is not None or not is_about_dtypes(e):
+                    raise
+                error, more = e, "types"
+            if more in (None, need):
+                break
+            out, need = None, more
+            if before is not None:
+                before.restore()
+        if error is not None:
+            self._notice(error)
+    finally:
+        error = None  # its traceback holds what the forward pass has kept
+    if need is None and find is not None and find.is_in_the_way:
+        out = None
+        if before is not None:
+            before.restore()
+        out = self._compute(args, kwargs)
+    return need, out
+
+
+@patch
+def _notice(self: HalfForward, error):
+    notice_once(
+        f"in {self._where(error)} numbers of 32 and of 16 bits meet ({error}): the model is "
+        "computed under torch.autocast from now on. A tensor that is created with "
+        "dtype=x.dtype is in 16 bits from the start"
+    )
+
+# %% ../../nbs/engine/08_forward.ipynb #a6cb65ec
+@patch
+def _compute(self: HalfForward, args, kwargs, need=None, find=None):
+    with nullcontext() if self.layers is None else self.layers.active():
+        if need is None:
+            return self._forward(args, kwargs, find)
+        device_type = _device_of(self.model).type
+        with torch.autocast(device_type, self.dtype):
+            return self._forward(args, kwargs, find, PromoteMixed(need == "sigmoid"))
+
+
+@patch
+def _forward(self: HalfForward, *inputs):
+    if self._is_half_on_cpu() and not has_fp16_arithmetic("cpu"):
+        notice_once(
+            "this CPU has no fp16 arithmetic: float16 products are computed in float32 and "
+            "rounded to float16, at about float32's speed. to_bf16() is faster where the CPU "
+            "has bfloat16; native=True uses PyTorch's own, slow kernels"
+        )
+        with ComputeInFloat32():
+            return self._forward_as_it_is(*inputs)
+    if self.dtype != torch.bfloat16 or self.native or _device_of(self.model).type != "cpu":
+        return self._forward_as_it_is(*inputs)
+    return self._forward_with_attention(*inputs)
+
+
+@patch
+def _forward_as_it_is(self: HalfForward, args, kwargs, find=None, promote=None):
+    if find is None and promote is None:
+        return self._own(*args, **kwargs)
+    nothing = nullcontext()  # what is entered last sees each function first
+    with nothing if find is None else find, nothing if promote is None else promote:
+        return self._own(*args, **kwargs)
+
+# %% ../../nbs/engine/08_forward.ipynb #0acf1e11
+@patch
+def _is_half_on_cpu(self: HalfForward):
+    "Whether products may have to be computed in float32 and rounded."
+    if self.native or self.dtype != torch.float16 or torch.compiler.is_exporting():
+        return False
+    return _device_of(self.model).type == "cpu"
+
+
+@patch
+def _forward_with_attention(self: HalfForward, *inputs):
+    is_compiled = torch.compiler.is_compiling() or uncompiled(self.model) is not self.model
+    is_plain = is_compiled or self.attends is False or not torch.is_grad_enabled()
+    if is_plain or not slow_attention("cpu", self.dtype):
+        return self._forward_as_it_is(*inputs)
+    with AttentionInFloat32() as mode:
+        out = self._forward_as_it_is(*inputs)
+    if self.attends is None:  # a mode costs a convolutional network 1 % of a step
+        self.attends = mode.is_used
+    return out
+
+# %% ../../nbs/engine/08_forward.ipynb #8255f3fa
 def install_forward(
     model: nn.Module,  # whose parameters are about to be, or are, in `dtype`
     dtype: torch.dtype,

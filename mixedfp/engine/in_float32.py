@@ -41,7 +41,7 @@ def has_fp16_arithmetic(
 
 _x86_has_fp16 = functools.cache(cpu_has_fp16)
 
-# %% ../../nbs/engine/01_in_float32.ipynb #5b0b3707
+# %% ../../nbs/engine/01_in_float32.ipynb #b1536198
 # Every spelling of a matrix product in PyTorch; the rest is element-wise and fast in fp16.
 PRODUCTS = frozenset(
     """linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner addmm addmv
@@ -52,7 +52,7 @@ PRODUCTS = frozenset(
     lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split()
 )
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #f3234e4e
 class ComputeInFloat32(TorchFunctionMode):
     """Compute products of fp16 matrices in float32, round the results: as a GPU's units do.
 
@@ -84,7 +84,7 @@ class ComputeInFloat32(TorchFunctionMode):
             out = func(*in_float[0], **in_float[1])
         return out if in_float is inputs else cast_floats(out, torch.float16)
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #17174df0
 def is_checkpointed():
     "Inside `torch.utils.checkpoint`, which computes again outside of any mode: the same is needed."
     hooks = saved_tensors_hooks_now()
@@ -106,7 +106,7 @@ def _without_mask(func, inputs):
         return inputs
     return args[:3], {k: v for k, v in kwargs.items() if k != "attn_mask"}
 
-# %% ../../nbs/engine/01_in_float32.ipynb #00202327
+# %% ../../nbs/engine/01_in_float32.ipynb #37537ea3
 _SMALL_HEAD = 2**23  # products, queries × keys × size, as measured by bench/operators.py
 
 
@@ -127,7 +127,7 @@ def _slow_attention(device_type, dtype):
         return 0  # other kernels, and not measured
     return _SMALL_HEAD if cpu_has_bf16() else math.inf
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #65bdc1ac
 def _is_slow(inputs, dropout_p):
     "Whether attention of these is to be computed in float32."
     query, key = inputs[:2]
@@ -146,7 +146,7 @@ def _keeps_tensors_as_they_are():
     "Not under checkpointing (which computes again, outside of the mode), nor inside `torch.func`."
     return may_hook_saved_tensors() and saved_tensors_hooks_now() is None
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #a7b099b9
 def _narrow(dtype, n_dims, t):
     "Keep `t` for the backward pass: no larger than natively; the sums have a dimension less."
     return t.to(dtype) if t.dtype == torch.float32 and t.dim() == n_dims else t
@@ -167,7 +167,7 @@ def _attend(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
         out = attend(q, k, v, mask, dropout_p, *args, **kwargs)
     return out.to(query.dtype)
 
-
+# %% ../../nbs/engine/01_in_float32.ipynb #178c1281
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ABSENT', 'core_of', 'param_lists', 'hyper_groups', 'hyper_names', 'save_lists', 'set_lists', 'why_no_copy',
-           'copy_over', 'state_changes', 'copy_small', 'named_params', 'LooseParams']
+           'copy_over', 'copy_small', 'state_changes', 'named_params', 'LooseParams']
 
 # %% ../../nbs/engine/11_optim_access.ipynb #3c90354c
 import copy
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .torch_private import STEP_HOOKS
 from ..formats import MixedPrecisionError
 
-# %% ../../nbs/engine/11_optim_access.ipynb #fbe29c73
+# %% ../../nbs/engine/11_optim_access.ipynb #6eb0a3a9
 def core_of(opt):
     "What owns parameter lists and state: fastai's OptimWrapper and Lookahead hold it as `opt`."
     while not isinstance(opt, torch.optim.Optimizer) and "opt" in vars(opt):
@@ -61,7 +61,10 @@ def set_lists(
     else:
         core.param_lists = lists
 
-# %% ../../nbs/engine/11_optim_access.ipynb #9836939a
+# %% ../../nbs/engine/11_optim_access.ipynb #b5fc56d2
+ABSENT = object()  # in place of what a dict does not hold
+
+
 def why_no_copy(
     core: Any,  # an optimizer
 ) -> str | None:  # what is wrong with it; None where it can be copied
@@ -101,6 +104,13 @@ def copy_over(core, lists, hypers, state=()):
 _OF_OPT = frozenset(["state", "param_groups", "param_lists", "hypers", *STEP_HOOKS])
 
 
+def copy_small(value):
+    "`value`, copied if it might be written in place: a count, a list."
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.numel() == 1 else value
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+# %% ../../nbs/engine/11_optim_access.ipynb #ae1fa4e0
 def state_changes(held, now):
     "What a step of a copy has changed in `now`, with what is in its place in `held`."
     return {
@@ -121,14 +131,7 @@ def _is_changed(was, v):
         return v.keys() != was.keys() or any(v[k] is not was[k] for k in v)
     return len(v) != len(was) or any(a is not b for a, b in zip(v, was, strict=True))
 
-
-def copy_small(value):
-    "`value`, copied if it might be written in place: a count, a list."
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.numel() == 1 else value
-    return copy.copy(value) if type(value) in (list, dict, set) else value
-
-# %% ../../nbs/engine/11_optim_access.ipynb #5b205f01
+# %% ../../nbs/engine/11_optim_access.ipynb #4f54fbe0
 def named_params(optimizer, start=0):
     "The optimizer's parameters with their names, or their places, from group `start` on."
     for i, group in enumerate(optimizer.param_groups[start:], start):
@@ -147,6 +150,3 @@ class LooseParams(nn.Module):
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
         """Name each parameter as the optimizer does."""
         return iter(self.named.items())
-
-# %% ../../nbs/engine/11_optim_access.ipynb #e11a31cd
-ABSENT = object()  # in place of what a dict does not hold

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
@@ -39,7 +40,7 @@ def leaves(
         else:
             yield a
 
-# %% ../../nbs/engine/09_program.ipynb #0a3136ad
+# %% ../../nbs/engine/09_program.ipynb #d06b7554
 class Ref(int):
     "The number of a vector in an update: first its inputs, then what it computes on the way."
 
@@ -82,60 +83,13 @@ class Program:
             if _moves(a, func)
         ]
 
-    def graph(
-        self,
-        results: dict[int, Ref],  # by the number of an input: what it becomes
-        writes_out: bool = False,  # the weights are written to `out` as well
-        is_scaled: bool = False,  # the gradient is to be multiplied with `inv_scale`
-        may_skip: bool = False,  # nothing changes where `found` is true
-    ) -> fx.GraphModule:  # called with out, inv_scale, found, numbers and the inputs
-        "Write it as a function of whole vectors, to be compiled into a single pass over memory."
-        graph = fx.Graph()
-        tracer = GraphAppendingTracer(graph)
-        names = ["out", "inv_scale", "found", "numbers", *(f"x{i}" for i in range(self.n_inputs))]
-        proxies: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in names]
-        out, inv_scale, found, numbers, *inputs = proxies
-        env = {Ref(i): x for i, x in enumerate(inputs)}
-        grad = inputs[1].to(inputs[0].dtype)
-        env[Ref(1)] = grad * inv_scale if is_scaled else grad
-        unbound = numbers.unbind() if self.numbers else ()
-        moving = (unbound[k] for k in range(len(self.numbers)))
-        for func, args, kwargs, refs in self.ops:
-            values = [_value(a, func, env, moving) for a in args]
-            named = {
-                k: _value(a, func, env, moving) for k, a in kwargs.items() if k not in _OF_MEMORY
-            }
-            env[refs[0] if refs else _first(args)] = _apply(tracer, func, values, named)
-        changed = {i: env[ref] for i, ref in results.items() if env[ref] is not inputs[i]}
-        if may_skip:
-            changed = {i: torch.where(found, inputs[i], new) for i, new in changed.items()}
-        for i, new in changed.items():  # after all that is read: two passes over memory otherwise
-            inputs[i].copy_(new)
-        if writes_out:
-            out.copy_(inputs[0])
-        graph.output(None)
-        return fx.GraphModule({}, graph)
-
-
+# %% ../../nbs/engine/09_program.ipynb #0801d59b
 def _fill(arg, env):
     if type(arg) is Ref:
         return env[arg]
     if type(arg) is list:
         return [_fill(a, env) for a in arg]
     return arg
-
-
-def _value(arg, func, env, moving):
-    "What stands for `arg` in a graph: of a list, as operations on lists have it, its only element."
-    if isinstance(arg, list):
-        return _value(arg[0], func, env, moving)
-    if _moves(arg, func):
-        return next(moving)
-    return env[arg] if type(arg) is Ref else arg
-
-
-def _verb(func):
-    return op_name(func).rstrip("_")
 
 
 def _moves(arg, func):
@@ -152,26 +106,57 @@ def _pattern(arg, func):
     return (type(arg), arg) if not isinstance(arg, Tensor) else id(arg)
 
 
+def _verb(func):
+    return op_name(func).rstrip("_")
+
+# %% ../../nbs/engine/09_program.ipynb #5e1a7e1a
+@patch
+def graph(
+    self: Program,
+    results: dict[int, Ref],  # by the number of an input: what it becomes
+    writes_out: bool = False,  # the weights are written to `out` as well
+    is_scaled: bool = False,  # the gradient is to be multiplied with `inv_scale`
+    may_skip: bool = False,  # nothing changes where `found` is true
+) -> fx.GraphModule:  # called with out, inv_scale, found, numbers and the inputs
+    "Write it as a function of whole vectors, to be compiled into a single pass over memory."
+    graph = fx.Graph()
+    tracer = GraphAppendingTracer(graph)
+    names = ["out", "inv_scale", "found", "numbers", *(f"x{i}" for i in range(self.n_inputs))]
+    proxies: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in names]
+    out, inv_scale, found, numbers, *inputs = proxies
+    env = {Ref(i): x for i, x in enumerate(inputs)}
+    grad = inputs[1].to(inputs[0].dtype)
+    env[Ref(1)] = grad * inv_scale if is_scaled else grad
+    unbound = numbers.unbind() if self.numbers else ()
+    moving = (unbound[k] for k in range(len(self.numbers)))
+    for func, args, kwargs, refs in self.ops:
+        values = [_value(a, func, env, moving) for a in args]
+        named = {k: _value(a, func, env, moving) for k, a in kwargs.items() if k not in _OF_MEMORY}
+        env[refs[0] if refs else _first(args)] = _apply(tracer, func, values, named)
+    changed = {i: env[ref] for i, ref in results.items() if env[ref] is not inputs[i]}
+    if may_skip:
+        changed = {i: torch.where(found, inputs[i], new) for i, new in changed.items()}
+    for i, new in changed.items():  # after all that is read: two passes over memory otherwise
+        inputs[i].copy_(new)
+    if writes_out:
+        out.copy_(inputs[0])
+    graph.output(None)
+    return fx.GraphModule({}, graph)
+
+# %% ../../nbs/engine/09_program.ipynb #04f870ac
+def _value(arg, func, env, moving):
+    "What stands for `arg` in a graph: of a list, as operations on lists have it, its only element."
+    if isinstance(arg, list):
+        return _value(arg[0], func, env, moving)
+    if _moves(arg, func):
+        return next(moving)
+    return env[arg] if type(arg) is Ref else arg
+
+
 def _first(args):
     return next(a for a in leaves(args) if type(a) is Ref)
 
-
-_OF_MEMORY = frozenset("memory_format layout device pin_memory non_blocking".split())
-
-
-def _apply(tracer, func, values, named):
-    "The result of `func`, as a node of the graph: of a form that changes nothing in place."
-    dtypes = [v for v in (*values, *named.values()) if isinstance(v, torch.dtype)]
-    if any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in dtypes):
-        raise NotElementwise(f"{func} rounds to 16 bits, which a compiler may leave out")
-    if _verb(func) in _IN_PLAIN_TERMS:
-        return _IN_PLAIN_TERMS[_verb(func)](*values, **named)
-    packet = getattr(torch.ops.aten, _verb(func), None)
-    if packet is None or op_name(func).startswith("_fused_"):
-        raise NotElementwise(f"{func} has no form that changes nothing in place")
-    return tracer.create_proxy("call_function", packet, tuple(values), named)
-
-
+# %% ../../nbs/engine/09_program.ipynb #405fd013
 def _times(factor, term):
     return term if factor is None or (type(factor) is int and factor == 1) else factor * term
 
@@ -198,3 +183,19 @@ _IN_PLAIN_TERMS = {
     "sqrt": lambda a: a.sqrt(),
     "neg": operator.neg,
 }
+
+# %% ../../nbs/engine/09_program.ipynb #0f74386e
+_OF_MEMORY = frozenset("memory_format layout device pin_memory non_blocking".split())
+
+
+def _apply(tracer, func, values, named):
+    "The result of `func`, as a node of the graph: of a form that changes nothing in place."
+    dtypes = [v for v in (*values, *named.values()) if isinstance(v, torch.dtype)]
+    if any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in dtypes):
+        raise NotElementwise(f"{func} rounds to 16 bits, which a compiler may leave out")
+    if _verb(func) in _IN_PLAIN_TERMS:
+        return _IN_PLAIN_TERMS[_verb(func)](*values, **named)
+    packet = getattr(torch.ops.aten, _verb(func), None)
+    if packet is None or op_name(func).startswith("_fused_"):
+        raise NotElementwise(f"{func} has no form that changes nothing in place")
+    return tracer.create_proxy("call_function", packet, tuple(values), named)
