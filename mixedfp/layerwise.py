@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
@@ -509,6 +510,14 @@ class _Hooks:
             self.largest.append((owner, g.detach().abs().amax()))
 
 # %% ../nbs/05_layerwise.ipynb #c67a6325
+class _Iteration(NamedTuple):
+    "Where an iteration is: replaced by each verb."
+
+    is_scaling: bool = True  # until `unscale` or `remove`
+    is_finite: bool | None = None  # what `unscale` has found
+    stepped: tuple = ()  # the optimizers that were asked to step
+
+
 class LayerwiseGradientScaler:
     """Give layers of `model` a scale of their own; every gradient that leaves one is the true one.
 
@@ -555,183 +564,17 @@ class LayerwiseGradientScaler:
         self._scaled = [info for info in self._infos if info.scale_layer]
         self._hooks = _Hooks(model, self._scaled)
         self._counts: dict[LayerInfo, Tensor] = {}  # auto: histograms of exponents
-        self._is_scaling, self._is_finite, self._stepped = False, None, []
-        self._has_noticed = False
-
-    def scale(self) -> None:
-        "Begin an iteration: from here on the layers of every forward pass have their scales."
-        self.begin()
-        self._hooks.put_on()
-
-    def begin(self) -> None:
-        "Begin an iteration whose forward passes say themselves when they run, by `active`."
-        self._is_scaling, self._is_finite, self._stepped = True, None, []
-        self._notice_half()
-        self._counts = {}
-        self._hooks.observe = self._observe if self.auto_steps_left else None
-        self._hooks.is_new = True
-
-    def _notice_half(self):
-        "Tell once that the gradients of a bare 16-bit model are rounded when they leave a layer."
-        if self._has_noticed:
-            return
-        self._has_noticed = True
-        bare = [p for p in self._hooks.half if p.grad_dtype == p.dtype]
-        if bare:
-            logging.getLogger("mixedfp").warning(
-                f"{len(bare)} parameters of layers with scales have gradients in "
-                f"{bare[0].dtype}: what a scale has saved flushes to zero there, when it is taken "
-                "off. Train 32-bit masters, with_masters(model, optimizer), or allow gradients in "
-                "32 bits, p.grad_dtype = torch.float32"
-            )
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        "Have the hooks on for one forward pass of an iteration: if it breaks off they go as well."
-        if self._is_scaling:
-            self._hooks.put_on()
-        try:
-            yield
-        finally:
-            self._hooks.take_off()
+        self._iteration, self._has_noticed = _Iteration(is_scaling=False), False
 
     @property
     def is_scaling(self) -> bool:
         "Whether an iteration has begun, and `unscale` not been called."
-        return self._is_scaling
+        return self._iteration.is_scaling
 
     @property
     def layer_scales(self) -> dict[str, float]:
         "The scales of now, by the layers' names."
         return {info.layer_name: info.scaling_factor for info in self._scaled}
-
-    def trace_loss(
-        self,
-        loss: Tensor,  # of anything that a forward pass since `scale` has made
-    ) -> Tensor:  # the same
-        """Make the backward pass of `loss` right where it uses what is no output of the model.
-
-        What a module or a hook has kept of a module's output, or in an attribute, is right anyway;
-        other tensors that a forward pass made are not, nor are views. `LossScaler(layers=…)` covers
-        every loss. Never wrong; costs about as much as the walk after a forward pass.
-        """
-        if self._is_scaling:
-            self._hooks.trace_loss([loss])
-        return loss
-
-    def unscale(self) -> bool:  # whether all gradients of parameters are finite
-        """End the backward passes: take the hooks off, and see which layers' gradients overflowed.
-
-        The gradients in `.grad` are the true ones already, in the unit of the loss. The answer is
-        theirs alone, so processes that have averaged them agree; an overflow inside a layer without
-        parameters makes that layer's scale back off, in the process that saw it. Sync: once.
-        """
-        if not self._is_scaling:
-            raise MixedPrecisionError("unscale() before scale(): expected scale(), then a backward")
-        self.remove()
-        if not self._scaled:
-            self._is_finite = True  # a plain step
-            return True
-        owners, largest = self._owners(), self._hooks.largest
-        grads = {p: p.grad for p in owners if p.grad is not None}
-        said = are_finite([*grads.values(), *(t for _, t in largest)])
-        layers = [owners[p] for p in grads] + [[info] for info, _ in largest]
-        found = {info for infos, ok in zip(layers, said, strict=True) if not ok for info in infos}
-        for info in self._infos:
-            info.found_inf_or_nan = info in found
-        self._hooks.largest = []
-        self._is_finite = all(said[: len(grads)])  # what no parameter shows has done no harm
-        return self._is_finite
-
-    def remove(self) -> None:
-        "Take all hooks off the model, at any time; `scale` puts them on again."
-        self._hooks.take_off()
-        self._is_scaling = False
-
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,  # stepped, unless a gradient is inf or nan
-    ) -> Any:  # what its `step` returned, or: True, False if skipped
-        "Step `optimizer` if all gradients are finite; the first step of an iteration moves scales."
-        if self._is_finite is None:
-            raise MixedPrecisionError("step() before unscale(): expected unscale() after backward")
-        if any(o is optimizer for o in self._stepped):
-            raise MixedPrecisionError("step() twice for one optimizer: expected scale() in between")
-        if not self._stepped:
-            self.update()
-        self._stepped.append(optimizer)
-        if self._scaled and not (self._is_finite and self._others_are_finite(optimizer)):
-            count_as_stepped(optimizer)  # a schedule may go on: it would warn of a missing step
-            if hasattr(optimizer, "skip"):  # of a `MasterOptimizer`: running statistics go back
-                optimizer.skip()
-            return False
-        done = optimizer.step()
-        return True if done is None else done
-
-    def update(self) -> None:
-        "Let the scales follow what `unscale` found; `step` does it, a trainer without it may."
-        if self.auto_steps_left:
-            self.auto_steps_left -= 1
-            return self._fit()
-        for info in self._scaled:
-            info.growth_tracker += 1
-            if info.found_inf_or_nan:
-                self._set(info, info.scaling_factor * self.backoff_factor)
-            elif info.growth_tracker >= self.growth_interval:
-                self._set(info, info.scaling_factor * self.growth_factor)
-
-    def _set(self, info, scale):
-        info.scaling_factor = min(max(scale, self.min_scale), self.max_scale)
-        info.growth_tracker = 0
-
-    def _owners(self):
-        "The layers whose gradients each parameter's is among: a shared one belongs to several."
-        layers = {info.layer: info for info in self._infos}
-        owners: dict[Tensor, list[LayerInfo]] = {}
-        around: dict[nn.Module, LayerInfo | None] = {}
-        for m in self.model.modules():  # a module comes after what contains it
-            info = layers.get(m)
-            own = info if info is not None and info.scale_layer else around.get(m, info)
-            for child in m.children():
-                if own is not None and own.scale_layer:
-                    around.setdefault(child, own)
-            for p in m.parameters(recurse=False):
-                owners.setdefault(p, []).extend(o for o in {info, own} if o is not None)
-        return owners
-
-    def _others_are_finite(self, optimizer):
-        "Whether the gradients of parameters outside the model are: there is seldom one to look at."
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        known = set(self.model.parameters())
-        return all(are_finite(p.grad for p in params if p not in known and p.grad is not None))
-
-    # automatic scales
-
-    def _observe(self, info, grads, above):
-        "Count the exponents of the gradients of a node of this layer."
-        overflow = NumberFormat.of(self.dtype).bias + 8
-        for g in (*grads, *above):
-            if g is not None and g.is_floating_point():
-                counts = _exponents(g, overflow)
-                known = self._counts.get(info)
-                self._counts[info] = counts if known is None else known + counts
-
-    def _fit(self):
-        "Give each layer the scale that fits the gradients it was seen with. Sync: once."
-        seen, scale = list(self._counts), None
-        if not seen:
-            return
-        device = self._counts[seen[0]].device
-        rows = torch.stack([self._counts[info].to(device) for info in seen]).tolist()
-        counts = {i: dict(enumerate(row, _LOWEST)) for i, row in zip(seen, rows, strict=True)}
-        for info in reversed(self._hooks.order):
-            k = fitting_exponent(counts.get(info, {}), self.dtype)
-            if k is not None:
-                scale = 2.0 ** (math.floor(math.log2(info.scaling_factor)) + k)
-            if scale is not None:  # nothing seen: as the layer after it, from where it will come
-                self._set(info, scale)
-
-    # what others ask for
 
     def get_layer_info(self) -> list[LayerInfo]:  # in the order of `named_modules()`
         "What is known of each module; those with `scale_layer` have a scale of their own."
@@ -741,27 +584,224 @@ class LayerwiseGradientScaler:
         "The hooks that are on the model now: none between `unscale` and `scale`."
         return list(self._hooks.handles)
 
-    def state_dict(self) -> dict:
-        "The scales and growth counts: plain numbers, by layer."
-        return {
-            "scales": self.layer_scales,
-            "growth_trackers": {info.layer_name: info.growth_tracker for info in self._scaled},
-            "auto_steps_left": self.auto_steps_left,
-        }
+# %% ../nbs/05_layerwise.ipynb #b5c10b02
+@patch
+def scale(self: LayerwiseGradientScaler) -> None:
+    "Begin an iteration: from here on the layers of every forward pass have their scales."
+    self.begin()
+    self._hooks.put_on()
 
-    def load_state_dict(
-        self,
-        state_dict: dict,  # of a scaler with the same layers
-    ) -> None:
-        "Continue from saved scales. Raises: ValueError if they are of other layers."
-        scales, counts = state_dict["scales"], state_dict["growth_trackers"]
-        names = [info.layer_name for info in self._scaled]
-        if set(scales) != set(names):
-            raise ValueError(
-                f"the state has scales of {sorted(scales)}, this scaler of {sorted(names)}: "
-                "expected the same layers"
-            )
-        for info in self._scaled:
-            self._set(info, float(scales[info.layer_name]))
-            info.growth_tracker = counts[info.layer_name]
-        self.auto_steps_left = state_dict["auto_steps_left"]
+
+@patch
+def begin(self: LayerwiseGradientScaler) -> None:
+    "Begin an iteration whose forward passes say themselves when they run, by `active`."
+    self._iteration = _Iteration()
+    self._notice_half()
+    self._counts = {}
+    self._hooks.observe = self._observe if self.auto_steps_left else None
+    self._hooks.is_new = True
+
+
+@patch
+def _notice_half(self: LayerwiseGradientScaler):
+    "Tell once that the gradients of a bare 16-bit model are rounded when they leave a layer."
+    if self._has_noticed:
+        return
+    self._has_noticed = True
+    bare = [p for p in self._hooks.half if p.grad_dtype == p.dtype]
+    if bare:
+        logging.getLogger("mixedfp").warning(
+            f"{len(bare)} parameters of layers with scales have gradients in "
+            f"{bare[0].dtype}: what a scale has saved flushes to zero there, when it is taken "
+            "off. Train 32-bit masters, with_masters(model, optimizer), or allow gradients in "
+            "32 bits, p.grad_dtype = torch.float32"
+        )
+
+
+@patch
+@contextmanager
+def active(self: LayerwiseGradientScaler) -> Iterator[None]:
+    "Have the hooks on for one forward pass of an iteration: if it breaks off they go as well."
+    if self.is_scaling:
+        self._hooks.put_on()
+    try:
+        yield
+    finally:
+        self._hooks.take_off()
+
+
+@patch
+def trace_loss(
+    self: LayerwiseGradientScaler,
+    loss: Tensor,  # of anything that a forward pass since `scale` has made
+) -> Tensor:  # the same
+    """Make the backward pass of `loss` right where it uses what is no output of the model.
+
+    What a module or a hook has kept of a module's output, or in an attribute, is right anyway;
+    other tensors that a forward pass made are not, nor are views. `LossScaler(layers=…)` covers
+    every loss. Never wrong; costs about as much as the walk after a forward pass.
+    """
+    if self.is_scaling:
+        self._hooks.trace_loss([loss])
+    return loss
+
+
+@patch
+def remove(self: LayerwiseGradientScaler) -> None:
+    "Take all hooks off the model, at any time; `scale` puts them on again."
+    self._hooks.take_off()
+    self._iteration = self._iteration._replace(is_scaling=False)
+
+# %% ../nbs/05_layerwise.ipynb #b5c10b04
+@patch
+def unscale(
+    self: LayerwiseGradientScaler,
+) -> bool:  # whether all gradients of parameters are finite
+    """End the backward passes: take the hooks off, and see which layers' gradients overflowed.
+
+    The gradients in `.grad` are the true ones already, in the unit of the loss. The answer is
+    theirs alone, so processes that have averaged them agree; an overflow inside a layer without
+    parameters makes that layer's scale back off, in the process that saw it. Sync: once.
+    """
+    if not self.is_scaling:
+        raise MixedPrecisionError("unscale() before scale(): expected scale(), then a backward")
+    self.remove()
+    if not self._scaled:
+        self._iteration = self._iteration._replace(is_finite=True)  # a plain step
+        return True
+    owners, largest = self._owners(), self._hooks.largest
+    grads = {p: p.grad for p in owners if p.grad is not None}
+    said = are_finite([*grads.values(), *(t for _, t in largest)])
+    layers = [owners[p] for p in grads] + [[info] for info, _ in largest]
+    found = {info for infos, ok in zip(layers, said, strict=True) if not ok for info in infos}
+    for info in self._infos:
+        info.found_inf_or_nan = info in found
+    self._hooks.largest = []
+    is_finite = all(said[: len(grads)])  # what no parameter shows has done no harm
+    self._iteration = self._iteration._replace(is_finite=is_finite)
+    return is_finite
+
+
+@patch
+def _owners(self: LayerwiseGradientScaler):
+    "The layers whose gradients each parameter's is among: a shared one belongs to several."
+    layers = {info.layer: info for info in self._infos}
+    owners: dict[Tensor, list[LayerInfo]] = {}
+    around: dict[nn.Module, LayerInfo | None] = {}
+    for m in self.model.modules():  # a module comes after what contains it
+        info = layers.get(m)
+        own = info if info is not None and info.scale_layer else around.get(m, info)
+        for child in m.children():
+            if own is not None and own.scale_layer:
+                around.setdefault(child, own)
+        for p in m.parameters(recurse=False):
+            owners.setdefault(p, []).extend(o for o in {info, own} if o is not None)
+    return owners
+
+# %% ../nbs/05_layerwise.ipynb #b5c10b06
+@patch
+def step(
+    self: LayerwiseGradientScaler,
+    optimizer: torch.optim.Optimizer,  # stepped, unless a gradient is inf or nan
+) -> Any:  # what its `step` returned, or: True, False if skipped
+    "Step `optimizer` if all gradients are finite; the first step of an iteration moves scales."
+    it = self._iteration
+    if it.is_finite is None:
+        raise MixedPrecisionError("step() before unscale(): expected unscale() after backward")
+    if any(o is optimizer for o in it.stepped):
+        raise MixedPrecisionError("step() twice for one optimizer: expected scale() in between")
+    if not it.stepped:
+        self.update()
+    self._iteration = it._replace(stepped=(*it.stepped, optimizer))
+    if self._scaled and not (it.is_finite and self._others_are_finite(optimizer)):
+        count_as_stepped(optimizer)  # a schedule may go on: it would warn of a missing step
+        if hasattr(optimizer, "skip"):  # of a `MasterOptimizer`: running statistics go back
+            optimizer.skip()
+        return False
+    done = optimizer.step()
+    return True if done is None else done
+
+
+@patch
+def _others_are_finite(self: LayerwiseGradientScaler, optimizer):
+    "Whether the gradients of parameters outside the model are: there is seldom one to look at."
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    known = set(self.model.parameters())
+    return all(are_finite(p.grad for p in params if p not in known and p.grad is not None))
+
+
+@patch
+def update(self: LayerwiseGradientScaler) -> None:
+    "Let the scales follow what `unscale` found; `step` does it, a trainer without it may."
+    if self.auto_steps_left:
+        self.auto_steps_left -= 1
+        return self._fit()
+    for info in self._scaled:
+        info.growth_tracker += 1
+        if info.found_inf_or_nan:
+            self._set(info, info.scaling_factor * self.backoff_factor)
+        elif info.growth_tracker >= self.growth_interval:
+            self._set(info, info.scaling_factor * self.growth_factor)
+
+
+@patch
+def _set(self: LayerwiseGradientScaler, info, scale):
+    info.scaling_factor = min(max(scale, self.min_scale), self.max_scale)
+    info.growth_tracker = 0
+
+# %% ../nbs/05_layerwise.ipynb #b5c10b07
+@patch
+def _observe(self: LayerwiseGradientScaler, info, grads, above):
+    "Count the exponents of the gradients of a node of this layer."
+    overflow = NumberFormat.of(self.dtype).bias + 8
+    for g in (*grads, *above):
+        if g is not None and g.is_floating_point():
+            counts = _exponents(g, overflow)
+            known = self._counts.get(info)
+            self._counts[info] = counts if known is None else known + counts
+
+
+@patch
+def _fit(self: LayerwiseGradientScaler):
+    "Give each layer the scale that fits the gradients it was seen with. Sync: once."
+    seen, scale = list(self._counts), None
+    if not seen:
+        return
+    device = self._counts[seen[0]].device
+    rows = torch.stack([self._counts[info].to(device) for info in seen]).tolist()
+    counts = {i: dict(enumerate(row, _LOWEST)) for i, row in zip(seen, rows, strict=True)}
+    for info in reversed(self._hooks.order):
+        k = fitting_exponent(counts.get(info, {}), self.dtype)
+        if k is not None:
+            scale = 2.0 ** (math.floor(math.log2(info.scaling_factor)) + k)
+        if scale is not None:  # nothing seen: as the layer after it, from where it will come
+            self._set(info, scale)
+
+# %% ../nbs/05_layerwise.ipynb #b5c10b08
+@patch
+def state_dict(self: LayerwiseGradientScaler) -> dict:
+    "The scales and growth counts: plain numbers, by layer."
+    return {
+        "scales": self.layer_scales,
+        "growth_trackers": {info.layer_name: info.growth_tracker for info in self._scaled},
+        "auto_steps_left": self.auto_steps_left,
+    }
+
+
+@patch
+def load_state_dict(
+    self: LayerwiseGradientScaler,
+    state_dict: dict,  # of a scaler with the same layers
+) -> None:
+    "Continue from saved scales. Raises: ValueError if they are of other layers."
+    scales, counts = state_dict["scales"], state_dict["growth_trackers"]
+    names = [info.layer_name for info in self._scaled]
+    if set(scales) != set(names):
+        raise ValueError(
+            f"the state has scales of {sorted(scales)}, this scaler of {sorted(names)}: "
+            "expected the same layers"
+        )
+    for info in self._scaled:
+        self._set(info, float(scales[info.layer_name]))
+        info.growth_tracker = counts[info.layer_name]
+    self.auto_steps_left = state_dict["auto_steps_left"]

@@ -21,6 +21,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .engine.torch_private import count_as_stepped, unscales_by_itself
 from .formats import MixedPrecisionError
 from .nested import check_factors, check_flag, check_positive, check_steps
 
@@ -435,7 +436,7 @@ def step(
     closure = kwargs.get("closure", args[0] if args else None)
     if callable(closure):
         return self._step_with(closure, optimizer)
-    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    is_fused = unscales_by_itself(optimizer)
     with self._at_scale_of(optimizer):
         if is_fused and self._has_to_be_read(optimizer):
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
@@ -466,7 +467,7 @@ def _maybe_opt_step(self: LossScaler, optimizer, optimizer_state, *args, **kwarg
 
 @patch
 def _skip(self: LossScaler, optimizer):
-    optimizer._opt_called = True  # a schedule may go on: it would warn of a missing step
+    count_as_stepped(optimizer)  # a schedule may go on: it would warn of a missing step
     if hasattr(optimizer, "skip"):
         optimizer.skip()
     return False
