@@ -25,7 +25,7 @@ from .engine.copies import check_free, check_initialized
 from .engine.elementwise import check_elementwise
 from .engine.flat import as_own_storage
 from .engine.forward import install_forward, remove_forward
-from .engine.gradients import GradTaker, _get_grad
+from .engine.gradients import GradTaker
 from .engine.masters import MasterParams, check_has_weights
 from .engine.optim import OptimizerOnMasters
 from .engine.optim_access import LooseParams, named_params
@@ -161,7 +161,7 @@ class MasterOptimizer(Optimizer):
             self.optimizer, self.masters, every=True, compiled=self.compiled
         )
         # now, not in the first step: its gradients find their vectors, and nothing is held twice
-        self.masters.lay_out([group["params"] for group in self.optimizer.param_groups], self._on)
+        self._on.exchange.lay_out()
         self._taker = GradTaker(self.masters, self.stream)
         self._taker.listen(self._params())
         self._is_busy, self._seen = False, (None, [], [])
@@ -275,8 +275,7 @@ class MasterOptimizer(Optimizer):
 
     def _params(self):
         "The model's parameters, in the order of the groups."
-        lists = self._on._lists or [group["params"] for group in self.optimizer.param_groups]
-        return [p for ps in lists for p in ps]
+        return self._on.exchange.params()
 
 
 class _States(defaultdict):
@@ -377,7 +376,7 @@ def _take_grads(self: MasterOptimizer):
     if not self._is_busy and not self._is_taken():
         buckets = self._on.buckets
         self._on.sync_written()
-        self._on.grads_to_master()
+        self._on.finish_backward()
         if self._on.buckets is not buckets:  # what is held only now may be written
             self._on.sync_written()
         if self._seen[0] is not self._on.buckets:
@@ -391,7 +390,7 @@ def _is_taken(self: MasterOptimizer):
     if on.buckets is None or self.masters.flat:
         return False
     grads = [u.master.grad for u in on.buckets]
-    if not on.is_as_written() or any(map(is_not, map(_get_grad, on._held), grads)):
+    if not on.watch.is_as_written() or any(map(is_not, on.grads.see(), grads)):
         return False
     for u, g in zip(on.buckets, grads, strict=True):
         u.shown = g
@@ -405,6 +404,8 @@ def zero_grad(
     set_to_none: bool = True,  # False: they keep their memory
 ) -> None:
     "Clear the gradients of model and masters."
+    if self.masters.is_stepping:  # a step was interrupted: the next forward is of its weights
+        self.masters.master_to_model()
     self._on.zero_grad(set_to_none)
     self._buffers.clear(set_to_none)
     self._taker.listen(self._params())  # something may have been unfrozen

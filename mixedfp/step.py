@@ -28,6 +28,7 @@ from mixedfp.engine.forward import (  # noqa: F401
     install_forward,
     remove_forward,
 )
+from .engine.gradients import Iteration
 from .engine.masters import MasterParams
 from .engine.optim import OptimizerOnMasters
 from .engine.optim_access import core_of, param_lists
@@ -94,11 +95,11 @@ class MixedStep:
         self._attached: Attached | None = None
         self.loss: Tensor | None = None  # the true one, from `scale` to `update`
         self._inputs, self._check_inputs = None, True
-        self._is_scaled = False
         self._has_warned = False
+        self.compiled = check_flag("compiled", compiled, or_none=True)
         # Flat: nobody looks at gradients between `scale` and the end of `step`, so large vectors'
         # stay in 16 bits where they are, until the step's one pass takes and unscales them.
-        self.compiled, self.exclusive = check_flag("compiled", compiled, or_none=True), False
+        self.exclusive = False
         self.on_device = None  # let the device alone decide on a skip; default where it is no CPU
 
     @property
@@ -250,13 +251,8 @@ def wrap_optimizer(
     it = self._get_attached()
     held = it.opt
     if held is None or held.opt is not opt:
-        held = self._take_over(it.opt, opt)
-    held.layers = it.layers
-    lists = [list(ps) for ps in param_lists(core_of(held.reclaim()))]
-    held.move_states()
-    it.masters.lay_out(lists, held)
-    held.note_weights()
-    it.opt = held
+        held = it.opt = self._take_over(it.opt, opt)
+    held.lay_out()
     return held
 
 
@@ -281,15 +277,14 @@ def preview(
 def _take_over(self: MixedStep, before, opt):
     if before is not None:
         before.reclaim()
+        iteration = before.iteration  # the gradients are the same
     else:
         self.masters.sync_from_model()  # what was written since `attach`
-    held = OptimizerOnMasters(opt, self.masters, self.scaler, compiled=self.compiled)
-    if before is not None:
-        held.unscaled = before.unscaled  # the gradients are the same
-    elif self.scaler.is_enabled():  # the first loss scales what is there by then
-        grads = [p.grad for ps in param_lists(core_of(opt)) for p in ps]
-        held.unscaled = any(g is not None for g in grads)
-    return held
+        iteration = Iteration.of(p for ps in param_lists(core_of(opt)) for p in ps)
+    return OptimizerOnMasters(
+        opt, self.masters, self.scaler, self.layers, compiled=self.compiled, iteration=iteration
+    )
+
 
 # %% ../nbs/06_step.ipynb #47a9efa8
 @patch
@@ -336,15 +331,12 @@ def scale(
     loss: Tensor,  # (), float32
 ) -> Tensor:  # the one to call `backward` on
     "Scale the loss; until `update`, `self.loss` is the true one."
-    before = self.scaler.used_scale
-    self.scaler.forget(self.opt.held)
+    self.scaler.forget(self.opt.held)  # what is there already is brought to this scale below
     if self.layers is not None:
         self.layers.trace_loss(loss)
     scaled: Any = self.scaler.scale(loss)
-    self._bring_to_scale(before)
-    self.opt.found = None
-    self.loss, self._is_scaled = loss, self.scaler.is_enabled()
-    self.opt.keep_half_grads(loss if self._is_exclusive() else None)
+    self.opt.begin_backward(loss, self.scaler.used_scale, self._is_exclusive())
+    self.loss = loss
     return scaled
 
 
@@ -353,57 +345,53 @@ def _is_exclusive(self: MixedStep):
     return self.exclusive and self.layers is None and self.ddp is None
 
 
-@patch
-def _bring_to_scale(self: MixedStep, before):
-    "Multiply the gradients that are there, which are added to, up to the scale of the loss."
-    now = self.scaler.used_scale
-    if self.opt.unscaled:  # the last step was called off
-        self.opt.rescale(float(now))
-    elif self._is_scaled and now is not before:  # an `update` by hand came after the last loss
-        self.opt.rescale(float(now) / float(before))
-
 # %% ../nbs/06_step.ipynb #091ee5cd
 @patch
 def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip`
     "Take the gradients to the masters, unscale and check them. Sync: one number, if scaled."
     if self.ddp is not None:
         average_over_ranks(self.masters.model.parameters(), self.ddp.process_group)
-    self.opt.grads_to_master(self._is_exclusive())
+    self.opt.finish_backward()
     if self.layers is not None and self.layers.is_scaling:
         self.layers.unscale()
-    if not self._is_scaled:
+    if not self._has_scaled():
         return True  # or somebody called backward on a loss of their own
     self.scaler.unscale_(self.opt.held)
-    self.opt.unscaled = True
-    if self.opt.waiting:
-        self.opt.left = self.scaler.inverse_scale()
-        if self._decides_on_device():
-            self.opt.found = self.scaler.found_on_device(self.opt.held)
-            return True
-    return not self.scaler.found_nonfinite(self.opt.held)
+    on_device = self._decides_on_device()
+    found = self.scaler.found_on_device(self.opt.held) if on_device else None
+    self.opt.grads.are_unscaled(self.scaler.inverse_scale(), found)
+    return on_device or not self.scaler.found_nonfinite(self.opt.held)
+
+
+@patch
+def _has_scaled(self: MixedStep):
+    "Whether the gradients are those of a scaled loss, unscaled by now or not."
+    return self.opt.iteration.is_scaled or self.scaler.is_checked(self.opt.held)
 
 
 @patch
 def _decides_on_device(self: MixedStep):
-    if len(self.opt.waiting) < len(self.opt.buckets):
+    "Whether nobody reads the verdict: where the step's pass takes all gradients."
+    deferred = self.opt.iteration.deferred
+    if not deferred or len(deferred) < len(self.opt.lent.buckets):
         return False
-    on_device = self.opt.waiting[0].master.device.type != "cpu"
+    on_device = deferred[0].bucket.master.device.type != "cpu"
     return on_device if self.on_device is None else self.on_device
+
 
 # %% ../nbs/06_step.ipynb #917fc041
 @patch
 def step(self: MixedStep) -> None:
     "Step the masters, and give their weights back to the model."
     self.opt.step()
-    self._end_verdict()
+    self._restore_where(self.opt.iteration.found_inf)
 
 
 @patch
-def _end_verdict(self: MixedStep):
-    "Take buffers back where the device found an overflow: of this iteration, and of no other."
-    if self.opt.found is not None:
-        self.buffers.restore(self.opt.found)
-        self.opt.found = None
+def _restore_where(self: MixedStep, found_inf):
+    "Take buffers back where the device found an overflow."
+    if found_inf is not None:
+        self.buffers.restore(found_inf)
 
 
 @patch
@@ -417,7 +405,7 @@ def skip(self: MixedStep) -> None:
 @patch
 def cancel(self: MixedStep) -> None:
     "Accept a batch that ends before its backward pass: what it wrote into buffers stays."
-    if not self._is_scaled:
+    if not (self.has_opt and self._has_scaled()):
         self.buffers.discard()
         if self.layers is not None:
             self.layers.remove()
@@ -426,13 +414,12 @@ def cancel(self: MixedStep) -> None:
 @patch
 def update(self: MixedStep) -> None:
     "Let the loss scale follow. Raises: MixedPrecisionError after too many skips in a row."
-    self._end_verdict()  # a trainer may have called the optimizer's own step
+    self._restore_where(self.opt.grads.end_verdict())  # who called the optimizer's own step
     self.buffers.discard()
     if self.layers is not None and not self.layers.is_scaling:
         self.layers.update()
     self.loss = self._inputs = None
-    self._is_scaled = False
-    if not self.opt.unscaled:
+    if not self.scaler.is_checked(self.opt.held):
         return
     try:
         self.scaler.update()
@@ -448,8 +435,7 @@ def detach(self: MixedStep) -> None:
     if it is None:
         return
     if it.opt is not None:
-        if self._is_scaled and not it.opt.unscaled:  # called off in between
-            it.opt.rescale(1 / float(self.scaler.used_scale))
+        it.opt.grads.undo_scale()  # of a batch that was called off
         it.opt.detach()
     if it.forward is not None:
         it.forward.remove()

@@ -14,8 +14,10 @@ import torch
 from mixedfp.cast import stays_float
 from mixedfp.engine import torch_private
 from mixedfp.engine.elementwise import check_elementwise
+from mixedfp.engine.exchange import ParamExchange
 from mixedfp.engine.flat import Bucket, GradBuffer
 from mixedfp.engine.forward import HalfForward, inputs_out_of_range
+from mixedfp.engine.gradients import GradStore
 from mixedfp.engine.in_float32 import (
     AttentionInFloat32,
     ComputeInFloat32,
@@ -72,7 +74,7 @@ def _home(thing):
 
 def large_from(monkeypatch, n):
     """Have vectors of `n` elements and more stepped in one pass."""
-    monkeypatch.setattr(_home(OptimizerOnMasters), "LARGE", n)
+    monkeypatch.setattr(_home(ParamExchange), "LARGE", n)
 
 
 def everything_is_large(monkeypatch, chunk=None):
@@ -96,7 +98,7 @@ def chunk_size(monkeypatch, n, alone=None):
 
 def is_everything_large():
     """Whether vectors of any size are stepped in one pass."""
-    return _home(OptimizerOnMasters).LARGE == 1
+    return _home(ParamExchange).LARGE == 1
 
 
 def n_compiled(opt):
@@ -117,7 +119,8 @@ def has_passed(opt):
 
 def files_of_a_step():
     """Return the files with the code that a step runs, to interrupt it there."""
-    return {inspect.getfile(c) for c in (OptimizerOnMasters, OnePass, MasterParams)}
+    rooms = OptimizerOnMasters, ParamExchange, GradStore, OnePass, MasterParams
+    return {inspect.getfile(c) for c in rooms}
 
 
 # The step and its gradients
@@ -140,7 +143,7 @@ def decide_on_device(mixed, is_on_device=True):
 
 def materialize(opt):
     """Make deferred gradients true, as for somebody who looks at them."""
-    opt.grads_to_master()
+    opt.grads.materialize()
 
 
 def deliver_grad(opt, p):
@@ -155,8 +158,8 @@ def wrap_optimizer(opt, masters):
 
 def move_states(on, opt):
     """Have `on`, which steps masters, move the states of `opt` to their parameters' devices."""
-    on.opt = opt
-    on.move_states()
+    on.exchange.opt = opt
+    on.exchange.move_states()
 
 
 def is_on_masters(opt):

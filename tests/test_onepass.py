@@ -435,6 +435,7 @@ def test_gradients_that_wait_need_no_vector(exclusive, small_is_large):
     _, opt = train(mixed, OPTIMIZERS["fastai Adam"])
     assert inside.have_grad_vectors(mixed) == 2 * [not exclusive]
     inside.materialize(opt)
+    opt.step()
     assert inside.have_grad_vectors(mixed) == 2 * [True]
 
 

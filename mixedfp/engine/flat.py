@@ -173,7 +173,6 @@ class Bucket:
         self.weights = [master] if weights is None else weights
         self.is_flat = weights is not None
         self.shown = None  # the gradient that the master was seen with
-        self.left = None  # the parameters' gradients that `detach_grads` has left where they are
         self._chunks = {}
         self.probe: Any = None  # a few numbers in its place, for `OnePass`
 
@@ -257,31 +256,27 @@ def _take_replaced(self: Bucket, grads):
 
 # %% ../../nbs/engine/04_flat.ipynb #8df322d2
 @patch
-def detach_grads(
-    self: Bucket,
-    grads: list[Tensor] | None = None,  # the parameters', for `take_left`
-) -> None:
+def detach_grads(self: Bucket) -> None:
     "Leave the parameters' gradients where they are: the master shows none."
     self.master.grad = self.shown = None
-    self.left = grads
     if self.is_flat:
         self.grad_buffer.vector.grad = None
 
 
 @patch
-def take_left(
+def take_deferred(
     self: Bucket,
+    grads: list[Tensor],  # the parameters', as they were when they were left
     factor: Tensor | None,  # (), what they are to be multiplied with
 ) -> None:
-    "Make the gradients that were left true; those that have come in their place are true."
-    left, self.left = self.left, None
+    "Make gradients that were left true; those that have come in their place are true."
     now = [p.grad for p in self.params]
-    if left is None or all(a is b for a, b in zip(now, left, strict=True)):
+    if all(a is b for a, b in zip(now, grads, strict=True)):
         self.grads_to_master(now)
         if factor is not None:
             self.grad.mul_(factor)
         return
-    for p, g, was in zip(self.params, now, left, strict=True):
+    for p, g, was in zip(self.params, now, grads, strict=True):
         if g is not None and g is was:
             g = g.to(self.master.dtype)
             p.grad = g if factor is None else g * factor
