@@ -553,6 +553,16 @@ def test_a_second_fit_is_no_resumed_one(tmp_path):
         assert Checkpoint("run").resume(start(tmp_path, "fp32")) == n
 
 
+def test_a_fit_after_a_resumed_one_trains_all_its_epochs(tmp_path):
+    with pytest.raises(Killed):
+        run(start(tmp_path, "fp32"), cbs=[kill_at(2)])
+    learn, checkpoint, trained = start(tmp_path, "fp32"), Checkpoint("run"), []
+    one_cycle(learn, start_epoch=checkpoint.resume(learn), cbs=checkpoint)
+    note = Do("after_backward", lambda learn: trained.append(learn.epoch))
+    one_cycle(learn, 2, cbs=[checkpoint, note])
+    assert set(trained) == {0, 1}
+
+
 # The file
 
 
