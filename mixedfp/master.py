@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-
-
 # %% ../nbs/03_master.ipynb #e2e7b955
 norm_types = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 

@@ -136,15 +136,12 @@ def _is_slow(inputs, dropout_p):
         return False
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in floats):
         return False  # it is the backward pass that is slow
-    if not _keeps_tensors_as_they_are():
-        return False
+    if not may_hook_saved_tensors() or saved_tensors_hooks_now() is not None:
+        return (
+            False  # in `torch.func`; under checkpointing, which computes again outside of the mode
+        )
     products = query.shape[-2] * key.shape[-2] * query.shape[-1]
     return products < slow_attention(query.device, query.dtype)
-
-
-def _keeps_tensors_as_they_are():
-    "Not under checkpointing (which computes again, outside of the mode), nor inside `torch.func`."
-    return may_hook_saved_tensors() and saved_tensors_hooks_now() is None
 
 # %% ../../nbs/engine/01_in_float32.ipynb #a7b099b9
 def _narrow(dtype, n_dims, t):
