@@ -28,9 +28,6 @@ from .scaler import LossScaler
 from .step import MixedStep, check_free
 
 # %% ../nbs/10_callback.ipynb #4d08b21a
-_OTHERS = (AutocastMixedPrecision, NonNativeMixedPrecision)
-
-
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
@@ -88,7 +85,7 @@ class MixedPrecision(Callback):
         if learn is not None:
             learn.mp_cb = self
 
-
+# %% ../nbs/10_callback.ipynb #f3437ac5
 def _first_scale(loss_scale, init_scale):
     if init_scale is None:
         return check_positive("loss_scale", loss_scale)
@@ -220,6 +217,9 @@ def after_create(self: MixedPrecision) -> None:
     self._attach()
 
 # %% ../nbs/10_callback.ipynb #20155bda
+_OTHERS = (AutocastMixedPrecision, NonNativeMixedPrecision)  # of fastai
+
+
 @patch
 def before_fit(self: MixedPrecision) -> None:
     "Take over what was done to model and optimizer since."

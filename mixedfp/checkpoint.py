@@ -25,6 +25,7 @@ from fastai.callback.tracker import TrackerCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner, join_path_file
 from fastai.torch_core import get_model, rank_distrib
+from fastcore.basics import patch
 from fastcore.foundation import L
 
 from .formats import MixedPrecisionError
@@ -166,7 +167,7 @@ def _is_locked(path):
             return False
     return False
 
-
+# %% ../nbs/13_checkpoint.ipynb #b59c0832
 def _open_beside(path):
     "Open a new file in the folder of `path`."
     return open(path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp"), "x+b")
@@ -320,8 +321,7 @@ class Checkpoint(Callback):
 
     def __init__(
         self,
-        fname: str
-        | Path = "checkpoint",  # of the file, without `.pth`; a folder in it has to exist
+        fname: str | Path = "checkpoint",  # of the file, without `.pth`; in a folder that exists
     ):
         if not isinstance(fname, (str, Path)):
             raise TypeError(f"`fname` is {fname!r}: expected a file's name, such as 'run'")
@@ -332,7 +332,7 @@ class Checkpoint(Callback):
 
     def _init_state(self):  # of a copy or what comes out of a pickle, too
         super()._init_state()
-        self._written = None
+        self._written = None  # the last file, locked
 
     # `remove_cb` sets None, also at the end of a fit that had this in `cbs=`, whatever ended it
     @property
@@ -354,147 +354,173 @@ class Checkpoint(Callback):
             written.file.close()
             self._written = None
 
-    def resume(
-        self,
-        learn: Learner,  # made as for the first start
-    ) -> int:  # epochs done, for `start_epoch`; 0 where there is no file
-        """Load model, optimizer and loss scale; the fit then goes on with the random states.
+# %% ../nbs/13_checkpoint.ipynb #2b4b8c4c
+@patch
+def _path(self: Checkpoint, learn):
+    return join_path_file(self.fname, learn.path / learn.model_dir, ext=".pth")
 
-        Raises: MixedPrecisionError for a file that is damaged, of another model or optimizer, not
-        written by this, or being written by another run. Then the learner is as it was.
-        """
-        self.n_done, path = 0, self._path(learn)
-        self._check_place(path)
-        if not path.exists():
-            return 0
-        state = self._read(learn)
-        model = get_model(learn.model)
-        _check_model(state["model"], model.state_dict(), path)
-        before = learn.opt, learn.lr
-        if learn.opt is None:
-            learn.create_opt()
-        opt: Any = learn.opt
-        try:
-            _check_opt(state["opt"], opt.state_dict(), path)
-            opt.load_state_dict(state["opt"])
-            model.load_state_dict(state["model"])
-        except Exception:
-            learn.opt, learn.lr = before
-            raise
-        self.n_done = state["opt"][_KEY]["n_done"]
-        return self.n_done
 
-    def _path(self, learn):
-        return join_path_file(self.fname, learn.path / learn.model_dir, ext=".pth")
-
-    def _check_place(self, path):
-        "Raises: ValueError where no file can be, MixedPrecisionError where another run writes it."
-        if not path.parent.is_dir() or path.is_dir():
-            what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            raise ValueError(
-                f"`fname` is {str(self.fname)!r}, and {what}: expected the name of a file in a "
-                "folder that exists"
-            )
-        if not rank_distrib() and self._written is None and _is_locked(path):
-            raise self._is_taken(path, "is being written by another run")
-
-    def _is_taken(self, path, why):
-        return MixedPrecisionError(
-            f"`{path}` {why}: give each run a name of its own, Checkpoint({path.stem + '_2'!r}), "
-            "or end the other one"
+@patch
+def _check_place(self: Checkpoint, path):
+    "Raises: ValueError where no file can be, MixedPrecisionError where another run writes it."
+    if not path.parent.is_dir() or path.is_dir():
+        what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ValueError(
+            f"`fname` is {str(self.fname)!r}, and {what}: expected the name of a file in a "
+            "folder that exists"
         )
+    if not rank_distrib() and self._written is None and _is_locked(path):
+        raise self._is_taken(path, "is being written by another run")
 
-    def _write(self, state):
-        path = self._path(self.learn)
-        self._check_place(path)
-        if self._written is not None and path.exists() and not self._written.is_at(path):
-            raise self._is_taken(path, "was written over, by another run or another callback")
-        written = _write(state, path)
-        self._release()
-        self._written = written
 
-    def _read(self, learn):
-        return _read(self._path(learn), getattr(learn.dls, "device", None) or "cpu")
+@patch
+def _is_taken(self: Checkpoint, path, why):
+    return MixedPrecisionError(
+        f"`{path}` {why}: give each run a name of its own, Checkpoint({path.stem + '_2'!r}), "
+        "or end the other one"
+    )
 
-    def _counting(self):
-        return [
-            cb for cb in self.learn.cbs if isinstance(cb, (TrackerCallback, GradientAccumulation))
-        ]
 
-    # what there is beyond model and optimizer
-    def _progress(self):
-        grads = {k: p.grad for k, p in get_model(self.model).named_parameters()}
-        counts = ("best", "wait", "count")
-        return {
-            "format": _FORMAT,
-            "n_done": self.epoch + 1,
-            "train_iter": self.train_iter,
-            "random": _random_states(self.dls),
-            "grads": {k: _brief(g) for k, g in grads.items() if g is not None},
-            "callbacks": [
-                (cb.name, {k: vars(cb)[k] for k in counts if k in vars(cb)})
-                for cb in self._counting()
-            ],
-        }
+@patch
+def _prepare(self: Checkpoint):
+    path = self._path(self.learn)
+    self._check_place(path)
+    _delete_leftovers(path)
+    with _open_beside(path) as file:  # a folder that is read-only, a name that is too long
+        pass
+    os.unlink(file.name)
 
-    def _restore(self):
-        state = self._read(self.learn)["opt"]  # again: who looks for a rate steps on what was read
-        saved = state[_KEY]
-        if saved["n_done"] != self.n_done:
-            raise self._is_taken(self._path(self.learn), "was written by another run meanwhile")
-        self.opt.load_state_dict(state)
-        self.learn.train_iter = saved["train_iter"]
-        for k, p in get_model(self.model).named_parameters():
-            g = saved["grads"].get(k)
-            dtype = None if g is None else p.grad_dtype or g.dtype
-            p.grad = None if g is None else torch.zeros_like(p, dtype=dtype).copy_(g)
-        for cb, (name, counts) in zip(self._counting(), saved["callbacks"], strict=False):
-            if cb.name == name:
-                vars(cb).update(counts, run=True)
-        _set_random_states(saved["random"], self.dls)
 
-    def before_fit(self):
-        "Try whether a file can be written; keep fastai's trackers out of skipped epochs."
-        if not self._is_trial() and not rank_distrib():
-            self._prepare()
-        self.has_trained = False  # a fit that was interrupted had, `validate` has not
-        for cb in self._counting() if self.n_done and not self._is_trial() else []:
-            cb.run = False
+@patch
+def _save(self: Checkpoint, state):
+    path = self._path(self.learn)
+    self._check_place(path)
+    if self._written is not None and path.exists() and not self._written.is_at(path):
+        raise self._is_taken(path, "was written over, by another run or another callback")
+    written = _write(state, path)
+    self._release()
+    self._written = written
 
-    def _prepare(self):
-        path = self._path(self.learn)
-        self._check_place(path)
-        _delete_leftovers(path)
-        with _open_beside(path) as file:  # a folder that is read-only, a name that is too long
-            pass
-        os.unlink(file.name)
 
-    def after_fit(self):
-        "Leave the file to other runs."
-        self._release()
+@patch
+def _load(self: Checkpoint, learn):
+    return _read(self._path(learn), getattr(learn.dls, "device", None) or "cpu")
 
-    def _is_trial(self):
-        return hasattr(self.learn, "lr_finder")
+# %% ../nbs/13_checkpoint.ipynb #ec4df063
+@patch
+def _counting(self: Checkpoint):
+    return [cb for cb in self.learn.cbs if isinstance(cb, (TrackerCallback, GradientAccumulation))]
 
-    def before_train(self):
-        "Skip what is done, where the fit does not: `fit_flat_cos` passes no `start_epoch` on."
-        if self._is_trial():
-            return
-        if self.epoch < self.n_done:
-            raise CancelEpochException
-        self.n_done, self.has_trained = 0, True
 
-    def after_epoch(self):
-        "Write the checkpoint; after the last skipped epoch, set what is to go on."
-        if self.epoch + 1 == self.n_done and not self._is_trial():
-            self._restore()
-        elif self.has_trained and not rank_distrib():
-            opt = self.opt.state_dict() | {_KEY: self._progress()}
-            model = get_model(self.model).state_dict()
-            self._write({"opt": _plain(opt), "model": model})
-        self.has_trained = False
+@patch
+def _progress(self: Checkpoint):
+    grads = {k: p.grad for k, p in get_model(self.model).named_parameters()}
+    counts = ("best", "wait", "count")
+    return {
+        "format": _FORMAT,
+        "n_done": self.epoch + 1,
+        "train_iter": self.train_iter,
+        "random": _random_states(self.dls),
+        "grads": {k: _brief(g) for k, g in grads.items() if g is not None},
+        "callbacks": [
+            (cb.name, {k: vars(cb)[k] for k in counts if k in vars(cb)}) for cb in self._counting()
+        ],
+    }
 
 
 def _brief(grad):
     "`grad`, where it is all zeros without the memory: most often it is."
     return grad if grad.is_sparse or grad.any() else grad.new_zeros(()).expand_as(grad)
+
+
+@patch
+def _restore(self: Checkpoint):
+    state = self._load(self.learn)["opt"]  # again: who looks for a rate steps on what was read
+    saved = state[_KEY]
+    if saved["n_done"] != self.n_done:
+        raise self._is_taken(self._path(self.learn), "was written by another run meanwhile")
+    self.opt.load_state_dict(state)
+    self.learn.train_iter = saved["train_iter"]
+    for k, p in get_model(self.model).named_parameters():
+        g = saved["grads"].get(k)
+        dtype = None if g is None else p.grad_dtype or g.dtype
+        p.grad = None if g is None else torch.zeros_like(p, dtype=dtype).copy_(g)
+    for cb, (name, counts) in zip(self._counting(), saved["callbacks"], strict=False):
+        if cb.name == name:
+            vars(cb).update(counts, run=True)
+    _set_random_states(saved["random"], self.dls)
+
+# %% ../nbs/13_checkpoint.ipynb #d278856b
+@patch
+def before_fit(self: Checkpoint) -> None:
+    "Try whether a file can be written; keep fastai's trackers out of skipped epochs."
+    if not self._is_trial() and not rank_distrib():
+        self._prepare()
+    self.has_trained = False  # a fit that was interrupted had, `validate` has not
+    for cb in self._counting() if self.n_done and not self._is_trial() else []:
+        cb.run = False
+
+
+@patch
+def before_train(self: Checkpoint) -> None:
+    "Skip what is done, where the fit does not: `fit_flat_cos` passes no `start_epoch` on."
+    if self._is_trial():
+        return
+    if self.epoch < self.n_done:
+        raise CancelEpochException
+    self.n_done, self.has_trained = 0, True
+
+
+@patch
+def after_epoch(self: Checkpoint) -> None:
+    "Write the checkpoint; after the last skipped epoch, set what is to go on."
+    if self.epoch + 1 == self.n_done and not self._is_trial():
+        self._restore()
+    elif self.has_trained and not rank_distrib():
+        opt = self.opt.state_dict() | {_KEY: self._progress()}
+        model = get_model(self.model).state_dict()
+        self._save({"opt": _plain(opt), "model": model})
+    self.has_trained = False
+
+
+@patch
+def after_fit(self: Checkpoint) -> None:
+    "Leave the file to other runs."
+    self._release()
+
+
+@patch
+def _is_trial(self: Checkpoint):
+    return hasattr(self.learn, "lr_finder")
+
+# %% ../nbs/13_checkpoint.ipynb #1a149e99
+@patch
+def resume(
+    self: Checkpoint,
+    learn: Learner,  # made as for the first start
+) -> int:  # epochs done, for `start_epoch`; 0 where there is no file
+    """Load model, optimizer and loss scale; the fit then goes on with the random states.
+
+    Raises: MixedPrecisionError for a file that is damaged, of another model or optimizer, not
+    written by this, or being written by another run. Then the learner is as it was.
+    """
+    self.n_done, path = 0, self._path(learn)
+    self._check_place(path)
+    if not path.exists():
+        return 0
+    state = self._load(learn)
+    model = get_model(learn.model)
+    _check_model(state["model"], model.state_dict(), path)
+    before = learn.opt, learn.lr
+    if learn.opt is None:
+        learn.create_opt()
+    opt: Any = learn.opt
+    try:
+        _check_opt(state["opt"], opt.state_dict(), path)
+        opt.load_state_dict(state["opt"])
+        model.load_state_dict(state["model"])
+    except Exception:
+        learn.opt, learn.lr = before
+        raise
+    self.n_done = state["opt"][_KEY]["n_done"]
+    return self.n_done

@@ -212,7 +212,7 @@ class Result:
         """The time of the fastest epoch: warming up, and all else on the machine, only slow it."""
         return min(self.epoch_seconds)
 
-
+# %% ../nbs/21_compare.ipynb #fbd8cf6b
 def _be_silent(text: str) -> None:
     """Show nothing."""
 
@@ -281,32 +281,56 @@ def train_once(
         skipped=cb.n_skipped if cb else 0, loss_scale=cb.loss_scale if cb else None,
         losses=torch.stack(watch.step_losses).tolist(), scales=list(cb.scales) if cb else [])
 
-# %% ../nbs/21_compare.ipynb #125627a1
-def _small_darknet(n_classes: int) -> nn.Module:
-    return Darknet([1, 1], n_classes, nf=8)
-
-
-def _darknet(n_classes: int) -> nn.Module:
-    return Darknet([1, 2, 2, 2, 2], n_classes, nf=16)
-
-
-def _xresnet18(n_classes: int) -> nn.Module:
-    return xresnet18(n_out=n_classes)
-
-
-def _xresnet34(n_classes: int) -> nn.Module:
-    return xresnet34(n_out=n_classes)
-
-
-def _xresnet50(n_classes: int) -> nn.Module:
-    return xresnet50(n_out=n_classes)
+# %% ../nbs/21_compare.ipynb #fd15fec3
+def _xresnet(make: Callable[..., nn.Module], n_classes: int) -> nn.Module:
+    return make(n_out=n_classes)
 
 
 DATA = {"photos": photos, "cifar10": cifar10}
-MODELS = {"darknet": _darknet, "darknet-small": _small_darknet, "xresnet18": _xresnet18,
-          "xresnet34": _xresnet34, "xresnet50": _xresnet50}
+MODELS: dict[str, Callable[[int], nn.Module]] = {  # called with the number of classes
+    "darknet": partial(Darknet, [1, 2, 2, 2, 2], nf=16),
+    "darknet-small": partial(Darknet, [1, 1], nf=8),
+    "xresnet18": partial(_xresnet, xresnet18),
+    "xresnet34": partial(_xresnet, xresnet34),
+    "xresnet50": partial(_xresnet, xresnet50),
+}
 
 
+def _get_loader(data: str) -> Callable[..., DataLoaders]:
+    """Return what loads `data`, a name or a folder, or raise."""
+    if data in DATA:
+        return DATA[data]
+    if not Path(data).is_dir():
+        raise ValueError(f"data={data!r}: expected one of {', '.join(DATA)}, or a folder that "
+                         "holds train/<class> and valid/<class>")
+    return partial(picture_folder, data)
+
+
+def _as_list(value) -> list:
+    """Return `value` as a list; a string is one name, a number one seed."""
+    return [value] if isinstance(value, (str, int)) else list(value)
+
+
+def _check_distinct(**kwargs: list) -> None:
+    """Raise unless each list has at least one element and no two that are equal."""
+    for name, values in kwargs.items():
+        if not values or len(set(values)) != len(values):
+            raise ValueError(f"{name}={values!r}: expected one or more, all different")
+
+
+def _check_device(device: str | torch.device | None) -> torch.device:
+    """Return `device`, tried with one number, or raise."""
+    if device is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        torch.zeros(1, device=device).item()
+        return torch.device(device)
+    except (RuntimeError, AssertionError) as e:  # what torch raises for an unknown or missing one
+        found = torch.accelerator.current_accelerator(check_available=True)
+        have = "cpu" if found is None else f"cpu, {found.type}"
+        raise ValueError(f"device={str(device)!r} cannot be used; this machine has {have}") from e
+
+# %% ../nbs/21_compare.ipynb #125627a1
 def compare(
     precisions: Sequence[str] = DEFAULT_PRECISIONS,  # some of `PRECISIONS`; fp32 gives the ratios
     data: str = "photos",  # "photos", which needs no download; "cifar10"; or a `picture_folder`
@@ -345,41 +369,6 @@ def compare(
     get_dls(seeds[0])  # what is wrong with the data is said now
     return [train_once(precision, get_dls, MODELS[model], opt, epochs, lr, seed, show)
             for seed in seeds for precision in precisions]
-
-
-def _get_loader(data: str) -> Callable[..., DataLoaders]:
-    """Return what loads `data`, a name or a folder, or raise."""
-    if data in DATA:
-        return DATA[data]
-    if not Path(data).is_dir():
-        raise ValueError(f"data={data!r}: expected one of {', '.join(DATA)}, or a folder that "
-                         "holds train/<class> and valid/<class>")
-    return partial(picture_folder, data)
-
-
-def _as_list(value) -> list:
-    """Return `value` as a list; a string is one name, a number one seed."""
-    return [value] if isinstance(value, (str, int)) else list(value)
-
-
-def _check_distinct(**kwargs: list) -> None:
-    """Raise unless each list has at least one element and no two that are equal."""
-    for name, values in kwargs.items():
-        if not values or len(set(values)) != len(values):
-            raise ValueError(f"{name}={values!r}: expected one or more, all different")
-
-
-def _check_device(device: str | torch.device | None) -> torch.device:
-    """Return `device`, tried with one number, or raise."""
-    if device is None:
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        torch.zeros(1, device=device).item()
-        return torch.device(device)
-    except (RuntimeError, AssertionError) as e:  # what torch raises for an unknown or missing one
-        found = torch.accelerator.current_accelerator(check_available=True)
-        have = "cpu" if found is None else f"cpu, {found.type}"
-        raise ValueError(f"device={str(device)!r} cannot be used; this machine has {have}") from e
 
 # %% ../nbs/21_compare.ipynb #ffcf13e0
 def results_table(

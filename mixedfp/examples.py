@@ -128,7 +128,7 @@ def _to_bytes(image: Image.Image, size: int) -> Tensor:
         image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
-
+# %% ../nbs/20_examples.ipynb #3fa1a76a
 class _MemoryDL(TfmdDL):
     """A `TfmdDL` that cuts a batch of known pictures out of memory in one operation."""
 
@@ -197,7 +197,7 @@ def picture_dls(
             dls[-1].rng = random.Random(seed)
     return DataLoaders(*dls, device=device)
 
-
+# %% ../nbs/20_examples.ipynb #44ee734c
 def _check_positive(**kwargs) -> None:
     """Raise unless every value is an integer > 0."""
     for name, value in kwargs.items():
@@ -303,7 +303,7 @@ def _read_split(root: Path, name: str, n: int | None, classes: Sequence[str]) ->
     labels = torch.repeat_interleave(torch.arange(len(classes)), torch.tensor(shares))
     return _decode(tuple(chosen)), labels
 
-
+# %% ../nbs/20_examples.ipynb #4ac2d97b
 def cifar10(
     path: str | Path | None = None,  # folder with train/<class>, test/<class>, or its parent
     classes: Sequence[str] = ("airplane", "dog"),  # two or more of `CIFAR10_CLASSES`

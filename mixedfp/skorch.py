@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from .cast import is_name_in, to_float
-from .engine.torch_private import count_as_stepped, uncompiled
+from .engine.torch_private import uncompiled
 from .formats import MixedPrecisionError
 from .nested import check_dtype, check_flag, map_tensors, notice_once
 from .optimizer import MasterOptimizer, with_masters
@@ -119,6 +120,8 @@ class _NetScaler:
 
     kind = GradScaler  # the class that was given
     n_scaled = 0  # losses since the last `update`
+    found_nonfinite = LossScaler.found_nonfinite
+    _maybe_opt_step, _skip = LossScaler._maybe_opt_step, LossScaler._skip
 
     def scale(self, outputs):
         for optimizer in vars(self).pop("_unscaled", {}).values():  # gradients to be added to
@@ -140,10 +143,6 @@ class _NetScaler:
         checks = super()._unscale_grads_(optimizer, inv_scale, found_inf, *args)
         return checks or {found_inf.device: found_inf}  # no gradient at all is no overflow
 
-    def found_nonfinite(self, optimizer):
-        state = self._per_optimizer_states.get(id(optimizer), {})
-        return any(v.item() for v in state.get("found_inf_per_device", {}).values())
-
     def step(self, optimizer, *args, **kwargs):
         if args or kwargs:
             raise MixedPrecisionError(
@@ -151,14 +150,6 @@ class _NetScaler:
                 f"{self.kind.__name__} does not take: leave grad_scaler at LossScaler, which does"
             )
         return super().step(optimizer)
-
-    def _maybe_opt_step(self, optimizer, *args, **kwargs):
-        if not self.found_nonfinite(optimizer):
-            return super()._maybe_opt_step(optimizer, *args, **kwargs)
-        count_as_stepped(optimizer)  # a schedule may go on: it would warn of a missing step
-        if hasattr(optimizer, "skip"):
-            optimizer.skip()
-        return False
 
     def forget(self, optimizer):
         self._per_optimizer_states.pop(id(optimizer), None)
@@ -171,7 +162,7 @@ class _NetScaler:
     def __reduce__(self):
         return _new_net_scaler, (self.kind,), self.__getstate__()
 
-
+# %% ../nbs/12_skorch.ipynb #86573e34
 def _new_net_scaler(kind):
     made = as_net_scaler(kind)
     return made.__new__(made)  # ready for its state
@@ -202,8 +193,10 @@ class MixedBatch:
         self.forwards, self.optimizers = forwards, list(optimizers)
         self.scaler: Any = scaler
         self.is_scaling = scaler is not None and scaler.is_enabled()
-        self.has_stepped = self.is_stepping = False
-        self._stack = ExitStack()
+        self.has_stepped = self.is_stepping = False  # since the last `update`; just now
+        self.n_backward = 0  # calls of `backward` that the scaler knows of
+        self.buffers: list[BufferSnapshot] = []  # of the modules, for a skip
+        self._stack = ExitStack()  # what is entered while the batch lasts
 
     def __enter__(self) -> "MixedBatch":
         """Begin."""
@@ -233,81 +226,90 @@ class MixedBatch:
         "Whether the gradients are those of a scaled loss, of this batch or of several."
         return self.is_scaling and self.scaler.n_scaled > 0
 
-    def scale(
-        self,
-        loss: Tensor,  # float32
-    ) -> Tensor:  # the one to call `backward` on
-        "Scale the loss, unless the scaler has; after a step let the scale follow that first."
-        if self.scaler.n_scaled == self.n_backward:
-            self.update()
-            loss = self.scaler.scale(loss)
-        self.n_backward += 1
-        return loss
+# %% ../nbs/12_skorch.ipynb #a01773d8
+@patch
+def scale(
+    self: MixedBatch,
+    loss: Tensor,  # float32
+) -> Tensor:  # the one to call `backward` on
+    "Scale the loss, unless the scaler has; after a step let the scale follow that first."
+    if self.scaler.n_scaled == self.n_backward:
+        self.update()
+        loss = self.scaler.scale(loss)
+    self.n_backward += 1
+    return loss
 
-    def unscale(self) -> None:
-        "Make the gradients the true ones, once however often it is asked for."
-        for optimizer in self.optimizers if self.is_scaled else ():
-            self.scaler.unscale_(optimizer)
 
-    def step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any] | None = None,  # computes gradients, returns the loss
-    ) -> Any:  # what the optimizer's step returns, False if skipped
-        "Step, unless a gradient has overflowed: then nothing has happened."
-        if closure is None or not evaluates_once(optimizer):
-            return self._step(optimizer, *() if closure is None else (closure,))
-        closure()
-        return self._step(optimizer)
-
-    def _step(self, optimizer, *closure):
-        self.is_stepping = True
-        try:
-            if not closure and not self.is_scaled:
-                notice_once(
-                    "the gradients are those of a loss without scale, float16 may have flushed "
-                    "them to 0: call loss.backward() in train_step or train_step_single, or "
-                    "backward on self.grad_scaler_.scale(loss)"
-                )
-                return optimizer.step()
-            done = self.scaler.step(optimizer, *closure)
-        finally:
-            self.is_stepping = False
-        self._end_step(optimizer)
-        if closure:
-            self.update()
-        return done
-
-    def _end_step(self, optimizer):
-        self.has_stepped = True
-        if self.scaler.found_nonfinite(optimizer):
-            for snapshot in self.buffers:
-                snapshot.restore()
-            return False
-        return True
-
-    def _before_step(self, optimizer, args, kwargs):
-        "Make a step right that was not taken by `step`: true gradients, or none if one overflowed."
-        if self.is_stepping or not self.is_scaled:
-            return
-        if len(args) > 1 or kwargs.get("closure") is not None:
-            raise MixedPrecisionError(
-                "the optimizer was given a closure whose loss is scaled: call "
-                "self.optimizer_step(optimizer, closure) instead"
-            )
+@patch
+def unscale(self: MixedBatch) -> None:
+    "Make the gradients the true ones, once however often it is asked for."
+    for optimizer in self.optimizers if self.is_scaled else ():
         self.scaler.unscale_(optimizer)
-        if not self._end_step(optimizer):
-            if isinstance(optimizer, MasterOptimizer):
-                optimizer.skip()
-            optimizer.zero_grad(set_to_none=True)  # without gradients it changes nothing
-
-    def update(self) -> None:
-        "Let the scale follow if there was a step."
-        if self.has_stepped:
-            self.has_stepped, self.n_backward = False, 0
-            self.scaler.update()
 
 
+@patch
+def update(self: MixedBatch) -> None:
+    "Let the scale follow if there was a step."
+    if self.has_stepped:
+        self.has_stepped, self.n_backward = False, 0
+        self.scaler.update()
+
+# %% ../nbs/12_skorch.ipynb #ccf4b9d0
+@patch
+def step(
+    self: MixedBatch,
+    optimizer: Optimizer,
+    closure: Callable[[], Any] | None = None,  # computes gradients, returns the loss
+) -> Any:  # what the optimizer's step returns, False if skipped
+    "Step, unless a gradient has overflowed: then nothing has happened."
+    if closure is not None and evaluates_once(optimizer):
+        closure()
+        closure = None
+    self.is_stepping = True
+    try:
+        if closure is None and not self.is_scaled:
+            notice_once(
+                "the gradients are those of a loss without scale, float16 may have flushed "
+                "them to 0: call loss.backward() in train_step or train_step_single, or "
+                "backward on self.grad_scaler_.scale(loss)"
+            )
+            return optimizer.step()
+        done = self.scaler.step(optimizer, *() if closure is None else (closure,))
+    finally:
+        self.is_stepping = False
+    self._end_step(optimizer)
+    if closure is not None:
+        self.update()
+    return done
+
+
+@patch
+def _end_step(self: MixedBatch, optimizer):
+    "Restore buffers where the step was skipped; says whether it was taken."
+    self.has_stepped = True
+    is_skipped = self.scaler.found_nonfinite(optimizer)
+    for snapshot in self.buffers if is_skipped else ():
+        snapshot.restore()
+    return not is_skipped
+
+
+@patch
+def _before_step(self: MixedBatch, optimizer, args, kwargs):
+    "Make a step right that was not taken by `step`: true gradients, or none if one overflowed."
+    if self.is_stepping or not self.is_scaled:
+        return
+    if len(args) > 1 or kwargs.get("closure") is not None:
+        raise MixedPrecisionError(
+            "the optimizer was given a closure whose loss is scaled: call "
+            "self.optimizer_step(optimizer, closure) instead"
+        )
+    self.scaler.unscale_(optimizer)
+    if not self._end_step(optimizer):
+        if isinstance(optimizer, MasterOptimizer):
+            optimizer.skip()
+        optimizer.zero_grad(set_to_none=True)  # without gradients it changes nothing
+
+# %% ../nbs/12_skorch.ipynb #8c4e7bde
 def evaluates_once(
     optimizer: Optimizer,
 ) -> bool:
@@ -317,10 +319,6 @@ def evaluates_once(
     return module.startswith("torch.optim") and not isinstance(inner, torch.optim.LBFGS)
 
 # %% ../nbs/12_skorch.ipynb #cfa9136c
-_MODES = ("autocast", "master")
-_OWN = ("amp_enabled", "amp_dtype", "amp_mode", "flat_master", "grad_scaler", "keep_fp32")
-
-
 class MixedPrecisionMixin:
     """Mixed precision for `NeuralNet` and its subclasses; comes before them among the bases.
 
@@ -330,7 +328,7 @@ class MixedPrecisionMixin:
     Raises: TypeError, ValueError from `initialize` for settings that make no sense.
     """
 
-    batch_ = None  # the `MixedBatch` while there is one
+    batch_: MixedBatch | None = None  # while there is one
 
     def __init__(
         self,
@@ -340,9 +338,7 @@ class MixedPrecisionMixin:
         amp_mode: str = "autocast",  # or 'master'
         flat_master: bool = False,  # one vector of masters a group instead of one a parameter
         grad_scaler: type[GradScaler] = LossScaler,  # any; takes what `grad_scaler__...` says
-        keep_fp32: type
-        | str
-        | Iterable[type | str] = (),  # with masters: stays in 32 bits, by module type or name
+        keep_fp32: type | str | Iterable[type | str] = (),  # with masters: types, names, globs
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
@@ -350,232 +346,301 @@ class MixedPrecisionMixin:
         self.flat_master, self.grad_scaler = flat_master, grad_scaler
         self.keep_fp32 = keep_fp32
 
-    # what is made by `initialize` and `set_params`
 
-    def initialize(self) -> "MixedPrecisionMixin":
-        """Initialize all components and return self."""
-        self._check_amp()
-        self._initialize_grad_scaler()
-        return super().initialize()
+@patch
+def _has_masters(self: MixedPrecisionMixin):
+    return bool(self.amp_enabled) and self.amp_mode == "master"
 
-    def _check_amp(self):
-        to_dtype(self.amp_dtype)
-        if self.amp_mode not in _MODES:
-            raise ValueError(f"`amp_mode` is {self.amp_mode!r}: expected one of {_MODES}")
-        check_flag("amp_enabled", self.amp_enabled)
-        check_flag("flat_master", self.flat_master)
-        if not (isinstance(self.grad_scaler, type) and issubclass(self.grad_scaler, GradScaler)):
-            raise TypeError(
-                f"`grad_scaler` is {self.grad_scaler!r}: expected a class, LossScaler, "
-                "torch.amp.GradScaler or a subclass of one; its arguments are given as "
-                "grad_scaler__init_scale=512."
-            )
 
-    def initialize_grad_scaler(self) -> "MixedPrecisionMixin":
-        """Make `grad_scaler_`: disabled, unless AMP is on and in float16."""
-        self.grad_scaler_ = self._make_grad_scaler()
-        return self
+@patch
+def _parts(self: MixedPrecisionMixin, names):
+    parts = [(name, getattr(self, name + "_", None)) for name in names]
+    return [(name, part) for name, part in parts if isinstance(part, nn.Module)]
 
-    def _make_grad_scaler(self):
-        kwargs = {"device": self.device, "enabled": to_dtype(self.amp_dtype) == torch.float16}
-        kwargs |= self.get_params_for("grad_scaler")
-        if not self.amp_enabled:
-            kwargs |= {"device": "cpu", "enabled": False}
-        takes = inspect.signature(self.grad_scaler).parameters
-        if "device" not in takes and all(p.kind != p.VAR_KEYWORD for p in takes.values()):
-            del kwargs["device"]  # torch.cuda.amp's has it in its name
-        return as_net_scaler(self.grad_scaler)(**kwargs)
 
-    def _initialize_grad_scaler(self, reason=None):
-        if "grad_scaler" not in self.prefixes_:
-            self._register_attribute("grad_scaler", None)
-        if self.initialized_ and self.verbose and (reason or self.amp_enabled):
-            print(reason or self._format_reinit_msg("grad_scaler", triggered_directly=False))
-        return self.initialize_grad_scaler()
+@patch
+def _get_optimizers(self: MixedPrecisionMixin):
+    return [getattr(self, name + "_", None) for name in self._optimizers]
 
-    def _initialize_module(self, *args, **kwargs):
-        self._restore()  # a module that was given as an instance is used again
-        return super()._initialize_module(*args, **kwargs)
+# %% ../nbs/12_skorch.ipynb #6c5817a7
+_MODES = ("autocast", "master")
 
-    def _initialize_optimizer(self, *args, **kwargs):
-        self._restore()
-        super()._initialize_optimizer(*args, **kwargs)
-        if self._has_masters():
-            self._make_masters()
-        return self
 
-    def _has_masters(self):
-        return bool(self.amp_enabled) and self.amp_mode == "master"
+@patch
+def initialize(self: MixedPrecisionMixin) -> "MixedPrecisionMixin":
+    """Initialize all components and return self."""
+    self._check_amp()
+    self._initialize_grad_scaler()
+    return super(MixedPrecisionMixin, self).initialize()
 
-    def _restore(self):
-        "Give the modules their masters back."
-        for name in self._optimizers:
-            optimizer = getattr(self, name + "_", None)
-            if isinstance(optimizer, MasterOptimizer):
-                setattr(self, name + "_", optimizer.restore())
 
-    def _make_masters(self):
-        modules = nn.ModuleDict({name: uncompiled(m) for name, m in self._parts(self._modules)})
-        for name, criterion in self._parts(self._criteria):
-            own = set(criterion.parameters()) - set(modules.parameters())
-            if any(p.requires_grad for p in own):
-                raise MixedPrecisionError(
-                    f"`{name}_` has parameters of its own, and with amp_mode='master' a criterion "
-                    "stays in 32 bits: use amp_mode='autocast', or put them into the module"
-                )
-        optimizers = [getattr(self, name + "_") for name in self._optimizers]
-        _, *wrapped = with_masters(
-            modules,
-            *optimizers,
-            dtype=to_dtype(self.amp_dtype),
-            flat_master=self.flat_master,
-            keep_fp32=list(_with_prefix(self.keep_fp32, modules)),
+@patch
+def _check_amp(self: MixedPrecisionMixin):
+    to_dtype(self.amp_dtype)
+    if self.amp_mode not in _MODES:
+        raise ValueError(f"`amp_mode` is {self.amp_mode!r}: expected one of {_MODES}")
+    check_flag("amp_enabled", self.amp_enabled)
+    check_flag("flat_master", self.flat_master)
+    if not (isinstance(self.grad_scaler, type) and issubclass(self.grad_scaler, GradScaler)):
+        raise TypeError(
+            f"`grad_scaler` is {self.grad_scaler!r}: expected a class, LossScaler, "
+            "torch.amp.GradScaler or a subclass of one; its arguments are given as "
+            "grad_scaler__init_scale=512."
         )
-        for name, optimizer in zip(self._optimizers, wrapped, strict=True):
-            setattr(self, name + "_", optimizer)
 
-    def _parts(self, names):
-        parts = [(name, getattr(self, name + "_", None)) for name in names]
-        return [(name, part) for name, part in parts if isinstance(part, nn.Module)]
 
-    def set_params(self, **kwargs) -> "MixedPrecisionMixin":
-        """Set parameters, and initialize anew what they change."""
-        own = {k: v for k, v in kwargs.items() if k in _OWN or k.startswith("grad_scaler__")}
-        before, attrs = self._settings(), {k: vars(self)[k] for k in own if k in vars(self)}
-        for key, value in own.items():
-            setattr(self, key, value)
-            if "__" in key:
-                self._params_to_validate.add(key)
-        if own and self.initialized_:
-            self._check_or_undo(own, attrs)
-        super().set_params(**{k: v for k, v in kwargs.items() if k not in own})
-        if own and self.initialized_:
-            changed = [now != then for now, then in zip(self._settings(), before, strict=True)]
-            if changed[0]:
-                self._initialize_optimizer(reason=self._format_reinit_msg("optimizer", own))
-            if changed[1]:
-                self._initialize_grad_scaler(reason=self._format_reinit_msg("grad_scaler", own))
-        return self
+@patch
+def initialize_grad_scaler(self: MixedPrecisionMixin) -> "MixedPrecisionMixin":
+    """Make `grad_scaler_`: disabled, unless AMP is on and in float16."""
+    self.grad_scaler_ = self._make_grad_scaler()
+    return self
 
-    def _check_or_undo(self, own, before):
-        "Check what was set; if it makes no sense, the net is as it was."
-        try:
-            self._check_amp()
-            self._make_grad_scaler()
-        except Exception:
-            for key in own:
-                if key in before:
-                    setattr(self, key, before[key])
-                else:
-                    delattr(self, key)
-                    self._params_to_validate.discard(key)
-            raise
 
-    def _settings(self):
-        "What the optimizers depend on, and what the scaler depends on."
-        masters = self._has_masters() and (self.amp_dtype, self.flat_master, self.keep_fp32)
-        scaler = self.grad_scaler, self.amp_enabled, self.amp_dtype
-        return masters, (*scaler, self.get_params_for("grad_scaler"))
+@patch
+def _make_grad_scaler(self: MixedPrecisionMixin):
+    kwargs = {"device": self.device, "enabled": to_dtype(self.amp_dtype) == torch.float16}
+    kwargs |= self.get_params_for("grad_scaler")
+    if not self.amp_enabled:
+        kwargs |= {"device": "cpu", "enabled": False}
+    takes = inspect.signature(self.grad_scaler).parameters
+    if "device" not in takes and all(p.kind != p.VAR_KEYWORD for p in takes.values()):
+        del kwargs["device"]  # torch.cuda.amp's has it in its name
+    return as_net_scaler(self.grad_scaler)(**kwargs)
 
-    # the way of a batch
 
-    def run_single_epoch(self, iterator, training, prefix, step_fn, **fit_params) -> None:
-        """Compute an epoch, each of its batches in mixed precision."""
+@patch
+def _initialize_grad_scaler(self: MixedPrecisionMixin, reason=None):
+    if "grad_scaler" not in self.prefixes_:
+        self._register_attribute("grad_scaler", None)
+    if self.initialized_ and self.verbose and (reason or self.amp_enabled):
+        print(reason or self._format_reinit_msg("grad_scaler", triggered_directly=False))
+    return self.initialize_grad_scaler()
 
-        def mixed_step(batch, **kwargs):
-            with self._mixed(training):
-                return step_fn(batch, **kwargs)
+# %% ../nbs/12_skorch.ipynb #23c329a8
+@patch
+def _initialize_module(self: MixedPrecisionMixin, *args, **kwargs):
+    self._restore()  # a module that was given as an instance is used again
+    return super(MixedPrecisionMixin, self)._initialize_module(*args, **kwargs)
 
-        super().run_single_epoch(iterator, training, prefix, mixed_step, **fit_params)
 
-    def train_step(self, batch, **fit_params) -> dict:
-        """Take one step in mixed precision."""
-        with self._mixed(training=True):
-            return super().train_step(batch, **fit_params)
+@patch
+def _initialize_optimizer(self: MixedPrecisionMixin, *args, **kwargs):
+    self._restore()
+    super(MixedPrecisionMixin, self)._initialize_optimizer(*args, **kwargs)
+    if self._has_masters():
+        self._make_masters()
+    return self
 
-    def validation_step(self, batch, **fit_params) -> dict:
-        """Compute predictions and loss in mixed precision."""
-        with self._mixed():
-            return super().validation_step(batch, **fit_params)
 
-    def evaluation_step(self, batch, training=False) -> Any:
-        """Compute predictions in mixed precision."""
-        with self._mixed():
-            return super().evaluation_step(batch, training=training)
+@patch
+def _restore(self: MixedPrecisionMixin):
+    "Give the modules their masters back."
+    for name, optimizer in zip(self._optimizers, self._get_optimizers(), strict=True):
+        if isinstance(optimizer, MasterOptimizer):
+            setattr(self, name + "_", optimizer.restore())
 
-    def infer(self, x, **fit_params) -> Any:
-        """Compute the forward pass in mixed precision."""
-        with self._mixed():
-            return super().infer(x, **fit_params)
 
-    @contextmanager
-    def _mixed(self, training=False) -> Iterator[Any]:
-        "Mixed precision until the end of the block; inside of another one there is nothing to do."
-        if not self.amp_enabled or self.batch_ is not None:
-            yield self.batch_
-            return
-        names = [] if self._has_masters() else self._modules + self._criteria
+@patch
+def _make_masters(self: MixedPrecisionMixin):
+    modules = self._uncompiled_modules()
+    for name, criterion in self._parts(self._criteria):
+        own = set(criterion.parameters()) - set(modules.parameters())
+        if any(p.requires_grad for p in own):
+            raise MixedPrecisionError(
+                f"`{name}_` has parameters of its own, and with amp_mode='master' a criterion "
+                "stays in 32 bits: use amp_mode='autocast', or put them into the module"
+            )
+    _, *wrapped = with_masters(
+        modules,
+        *self._get_optimizers(),
+        dtype=to_dtype(self.amp_dtype),
+        flat_master=self.flat_master,
+        keep_fp32=list(_with_prefix(self.keep_fp32, modules)),
+    )
+    for name, optimizer in zip(self._optimizers, wrapped, strict=True):
+        setattr(self, name + "_", optimizer)
+
+
+@patch
+def _uncompiled_modules(self: MixedPrecisionMixin):
+    "All modules of the net in one."
+    parts = self._parts(self._modules)
+    return nn.ModuleDict({name: uncompiled(m) for name, m in parts})
+
+
+def _with_prefix(keep_fp32, modules):
+    "The names in `keep_fp32` are those in a module of the net, which stands in `modules`."
+    for pattern in (keep_fp32,) if isinstance(keep_fp32, str | type) else keep_fp32:
+        if not isinstance(pattern, str):
+            yield pattern
+            continue
+        prefixes = [f"{name}." for name, m in modules.items() if is_name_in(m, pattern)]
+        yield from (prefix + pattern for prefix in prefixes or [""])
+
+# %% ../nbs/12_skorch.ipynb #67b8b197
+@patch
+@contextmanager
+def _mixed(self: MixedPrecisionMixin, training=False) -> Iterator[Any]:
+    "Mixed precision until the end of the block; inside of another one there is nothing to do."
+    if not self.amp_enabled or self.batch_ is not None:
+        yield self.batch_
+        return
+    names = [] if self._has_masters() else self._modules + self._criteria
+    dtype = to_dtype(self.amp_dtype)
+    forwards = [MixedForward(part, dtype) for _, part in self._parts(names)]
+    scaler = self.grad_scaler_ if training else None
+    self.batch_ = batch = MixedBatch(forwards, scaler, self._get_optimizers())
+    try:
+        with batch:
+            yield batch
+    finally:
+        self.batch_ = None
+
+
+@patch
+def run_single_epoch(
+    self: MixedPrecisionMixin, iterator, training, prefix, step_fn, **fit_params
+) -> None:
+    """Compute an epoch, each of its batches in mixed precision."""
+
+    def mixed_step(batch, **kwargs):
+        with self._mixed(training):
+            return step_fn(batch, **kwargs)
+
+    own = super(MixedPrecisionMixin, self).run_single_epoch
+    own(iterator, training, prefix, mixed_step, **fit_params)
+
+
+@patch
+def train_step(self: MixedPrecisionMixin, batch, **fit_params) -> dict:
+    """Take one step in mixed precision."""
+    with self._mixed(training=True):
+        return super(MixedPrecisionMixin, self).train_step(batch, **fit_params)
+
+
+@patch
+def validation_step(self: MixedPrecisionMixin, batch, **fit_params) -> dict:
+    """Compute predictions and loss in mixed precision."""
+    with self._mixed():
+        return super(MixedPrecisionMixin, self).validation_step(batch, **fit_params)
+
+
+@patch
+def evaluation_step(self: MixedPrecisionMixin, batch, training=False) -> Any:
+    """Compute predictions in mixed precision."""
+    with self._mixed():
+        return super(MixedPrecisionMixin, self).evaluation_step(batch, training=training)
+
+
+@patch
+def infer(self: MixedPrecisionMixin, x, **fit_params) -> Any:
+    """Compute the forward pass in mixed precision."""
+    with self._mixed():
+        return super(MixedPrecisionMixin, self).infer(x, **fit_params)
+
+# %% ../nbs/12_skorch.ipynb #b41a271f
+@patch
+def optimizer_step(
+    self: MixedPrecisionMixin,
+    optimizer: Optimizer,  # one of the net's
+    closure: Callable[[], Any] | None = None,  # zeroes and computes gradients
+) -> Any:  # what its step returns; False if it was skipped
+    "Take a step: all of this net's are taken here, and yours should be if you write your own."
+    if not self.grad_scaler_.is_enabled():
+        return optimizer.step() if closure is None else optimizer.step(closure)
+    with self._mixed(training=True) as batch:
+        return batch.step(optimizer, closure)
+
+
+@patch
+def _step_optimizer(self: MixedPrecisionMixin, step_fn):
+    for optimizer in self._get_optimizers():
+        self.optimizer_step(optimizer, step_fn)
+
+
+@patch
+def notify(self: MixedPrecisionMixin, method_name: str, **cb_kwargs) -> None:
+    """Call callbacks; those who ask for gradients are shown the true ones."""
+    if method_name == "on_grad_computed" and self.batch_ is not None:
+        self.batch_.unscale()
+    super(MixedPrecisionMixin, self).notify(method_name, **cb_kwargs)
+
+# %% ../nbs/12_skorch.ipynb #68d0f8d0
+_OWN = ("amp_enabled", "amp_dtype", "amp_mode", "flat_master", "grad_scaler", "keep_fp32")
+
+
+@patch
+def set_params(self: MixedPrecisionMixin, **kwargs) -> "MixedPrecisionMixin":
+    """Set parameters, and initialize anew what they change."""
+    own = {k: v for k, v in kwargs.items() if k in _OWN or k.startswith("grad_scaler__")}
+    masters, scaler = self._settings()
+    if own and self.initialized_:
+        self._check_with(own)
+    for key, value in own.items():
+        setattr(self, key, value)
+        if "__" in key:
+            self._params_to_validate.add(key)
+    others = {k: v for k, v in kwargs.items() if k not in own}
+    super(MixedPrecisionMixin, self).set_params(**others)
+    if own and self.initialized_:
+        new_masters, new_scaler = self._settings()
+        if new_masters != masters:
+            self._initialize_optimizer(reason=self._format_reinit_msg("optimizer", own))
+        if new_scaler != scaler:
+            self._initialize_grad_scaler(reason=self._format_reinit_msg("grad_scaler", own))
+    return self
+
+
+@patch
+def _check_with(self: MixedPrecisionMixin, own):
+    "Check what is to be set. Raises: TypeError, ValueError; the net is as it was."
+    shell = object.__new__(type(self))
+    vars(shell).update(vars(self), **own)
+    shell._check_amp()
+    shell._make_grad_scaler()
+
+
+@patch
+def _settings(self: MixedPrecisionMixin):
+    "What the optimizers depend on, and what the scaler depends on."
+    masters = self._has_masters() and (self.amp_dtype, self.flat_master, self.keep_fp32)
+    scaler = self.grad_scaler, self.amp_enabled, self.amp_dtype
+    return masters, (*scaler, self.get_params_for("grad_scaler"))
+
+# %% ../nbs/12_skorch.ipynb #c06257d5
+@patch
+def __setstate__(self: MixedPrecisionMixin, state: dict) -> None:
+    """Come out of a pickle; without the GPU it was made on, with a scale for this device."""
+    was = state["device"]
+    super(MixedPrecisionMixin, self).__setstate__(state)
+    if self.device != was and "grad_scaler_" in vars(self):
+        state = self.grad_scaler_.state_dict()
+        _ScaleState(self.initialize_grad_scaler().grad_scaler_).load_state_dict(state)
+    if self.__dict__.get("initialized_") and self._has_masters():
+        self._cast_trimmed()
+
+
+@patch
+def _cast_trimmed(self: MixedPrecisionMixin):
+    "A copy without its optimizer is in 32 bits: have it predict as the net did."
+    if any(isinstance(optimizer, MasterOptimizer) for optimizer in self._get_optimizers()):
+        return
+    modules = self._uncompiled_modules()
+    if any(p.requires_grad for p in modules.parameters()):
+        keep_fp32 = list(_with_prefix(self.keep_fp32, modules))
         dtype = to_dtype(self.amp_dtype)
-        forwards = [MixedForward(part, dtype) for _, part in self._parts(names)]
-        optimizers = [getattr(self, name + "_") for name in self._optimizers]
-        self.batch_ = MixedBatch(forwards, self.grad_scaler_ if training else None, optimizers)
-        try:
-            with self.batch_:
-                yield self.batch_
-        finally:
-            self.batch_ = None
-
-    def notify(self, method_name: str, **cb_kwargs) -> None:
-        """Call callbacks; those who ask for gradients are shown the true ones."""
-        if method_name == "on_grad_computed" and self.batch_ is not None:
-            self.batch_.unscale()
-        super().notify(method_name, **cb_kwargs)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,  # one of the net's
-        closure: Callable[[], Any] | None = None,  # zeroes and computes gradients
-    ) -> Any:  # what its step returns; False if it was skipped
-        "Take a step: all of this net's are taken here, and yours should be if you write your own."
-        if not self.grad_scaler_.is_enabled():
-            return optimizer.step() if closure is None else optimizer.step(closure)
-        with self._mixed(training=True) as batch:
-            return batch.step(optimizer, closure)
-
-    def _step_optimizer(self, step_fn):
-        for name in self._optimizers:
-            self.optimizer_step(getattr(self, name + "_"), step_fn)
-
-    # state
-
-    def __setstate__(self, state: dict) -> None:
-        """Come out of a pickle; without the GPU it was made on, with a scale for this device."""
-        was = state["device"]
-        super().__setstate__(state)
-        if self.device != was and "grad_scaler_" in vars(self):
-            state = self.grad_scaler_.state_dict()
-            _ScaleState(self.initialize_grad_scaler().grad_scaler_).load_state_dict(state)
-        if self.__dict__.get("initialized_") and self._has_masters():
-            self._cast_trimmed()
-
-    def _cast_trimmed(self):
-        "A copy without its optimizer is in 32 bits: have it predict as the net did."
-        if any(isinstance(getattr(self, f"{n}_", None), MasterOptimizer) for n in self._optimizers):
-            return
-        modules = nn.ModuleDict({name: uncompiled(m) for name, m in self._parts(self._modules)})
-        if any(p.requires_grad for p in modules.parameters()):
-            keep_fp32 = list(_with_prefix(self.keep_fp32, modules))
-            dtype = to_dtype(self.amp_dtype)
-            MasterParams(modules, dtype, any_grads=True, keep_fp32=keep_fp32)
-            install_forward(modules, dtype)
-
-    def _get_module(self, name, msg):
-        module = super()._get_module(name, msg)
-        if name in [optimizer + "_" for optimizer in self._optimizers]:
-            return _OptimizerState(module, self.grad_scaler_)
-        return _ScaleState(module) if name == "grad_scaler_" else module
+        MasterParams(modules, dtype, any_grads=True, keep_fp32=keep_fp32)
+        install_forward(modules, dtype)
 
 
+@patch
+def _get_module(self: MixedPrecisionMixin, name, msg):
+    module = super(MixedPrecisionMixin, self)._get_module(name, msg)
+    if name in [optimizer + "_" for optimizer in self._optimizers]:
+        return _OptimizerState(module, self.grad_scaler_)
+    return _ScaleState(module) if name == "grad_scaler_" else module
+
+# %% ../nbs/12_skorch.ipynb #09fca47c
 class _OptimizerState:
     "An optimizer's state and the scaler's as files hold them: checkpoints name both in one."
 
@@ -604,13 +669,3 @@ class _ScaleState:
     def load_state_dict(self, state):
         if state:
             self.scaler.load_state_dict(state)
-
-
-def _with_prefix(keep_fp32, modules):
-    "The names in `keep_fp32` are those in a module of the net, which stands in `modules`."
-    for pattern in (keep_fp32,) if isinstance(keep_fp32, str | type) else keep_fp32:
-        if not isinstance(pattern, str):
-            yield pattern
-            continue
-        prefixes = [f"{name}." for name, m in modules.items() if is_name_in(m, pattern)]
-        yield from (prefix + pattern for prefix in prefixes or [""])
