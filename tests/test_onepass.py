@@ -750,7 +750,7 @@ def test_nothing_is_read_back(name, monkeypatch):
     counter = count_a_step(20, torch.float16, OPTIMIZERS[name], on_device=True)
     assert counter.reads == own + late
     counter = count_a_step(20, torch.float16, OPTIMIZERS[name], on_device=False)
-    assert counter.reads == own + 3  # whether to skip; twice the scale's copy on the host
+    assert counter.reads == own + 1  # whether to skip
 
 
 def test_the_counter_counts():
