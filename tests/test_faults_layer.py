@@ -149,6 +149,30 @@ def test_5_scaler_one_scale_from_the_first_loss_of_an_iteration_to_update():
     assert scaler.scales == [8.0, 64.0]
 
 
+def test_5_scaler_a_loss_after_a_step_is_unscaled_once_however_late_it_is_stepped():
+    w, o = weight()
+    scaler = LossScaler("cpu", init_scale=8.0)
+    scaler.scale(w.sum()).backward()
+    scaler.step(o)
+    o.zero_grad()
+    scaler.scale(w.sum()).backward()
+    scaler.update()
+    scaler.unscale_(o)
+    scaler.update(64.0)
+    scaler.step(o)  # its gradient is the true one since `unscale_`
+    assert_same(w.detach(), torch.full((2,), -2.0))
+
+
+def test_5_scaler_an_update_by_hand_before_the_first_step_is_no_step():
+    w, o = weight()
+    scaler = LossScaler("cpu", init_scale=8.0)
+    (scaler.scale(w.sum()) * math.inf).backward()
+    scaler.update(64.0)
+    assert scaler.step(o) is False
+    scaler.update()
+    assert scaler.skipped == [0] and scaler.record.n_steps == 1 and scaler.get_scale() == 32.0
+
+
 def test_5_step_an_update_by_hand_between_two_losses_that_are_added():
     mixed, model = MixedStep(torch.float32, scaler=LossScaler(init_scale=8.0)), nn.Linear(2, 1)
     weight = model.weight.detach().clone()
