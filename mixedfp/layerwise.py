@@ -6,7 +6,6 @@
 __all__ = ['LayerInfo', 'are_finite', 'fitting_exponent', 'LayerwiseGradientScaler']
 
 # %% ../nbs/05_layerwise.ipynb #3e18804b
-import copy
 import difflib
 import logging
 import math
@@ -15,7 +14,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ from mixedfp.engine.torch_private import (
     sequence_number,
 )
 from .formats import MixedPrecisionError, NumberFormat
-from .nested import check_factors, check_steps
+from .nested import check_factors, check_steps, map_tensors
 
 # %% ../nbs/05_layerwise.ipynb #764cd9cd
 @dataclass(eq=False)
@@ -187,34 +186,6 @@ def _take(passed, g):
 _HOOKED, _THREAD = "mixedfp.layerwise", "mixedfp.layerwise.thread"
 _OUTLET = node_class(_Outlet)
 _RECOMPUTED = node_class(CheckpointFunction)
-
-# %% ../nbs/05_layerwise.ipynb #6bf0be27
-def _map_tensors(f, o):
-    "Apply `f` to every tensor in `o`; `o` itself where nothing changed."
-    if isinstance(o, Tensor):
-        return f(o)
-    if isinstance(o, (list, tuple)):
-        new = [_map_tensors(f, v) for v in o]
-        if all(a is b for a, b in zip(new, o, strict=True)):
-            return o
-        return type(o)(*new) if hasattr(o, "_fields") else type(o)(new)
-    if isinstance(o, Mapping):
-        return _with_changes(o, dict(o), f, lambda c, k, v: c.__setitem__(k, v))
-    if is_dataclass(o) and not isinstance(o, type):
-        items = {x.name: getattr(o, x.name) for x in fields(o)}
-        return _with_changes(o, items, f, object.__setattr__)
-    return o
-
-
-def _with_changes(o, items, f, put):
-    items = {k: (v, _map_tensors(f, v)) for k, v in items.items()}
-    changed = {k: new for k, (old, new) in items.items() if new is not old}
-    if not changed:
-        return o
-    c = copy.copy(o)  # keeps the class and what else it carries (a ModelOutput, an OrderedDict)
-    for k, v in changed.items():
-        put(c, k, v)
-    return c
 
 # %% ../nbs/05_layerwise.ipynb #435dca3e
 _LOWEST = -160  # exponents of float32 go from -149 to 127; so do the bins of a histogram
@@ -416,7 +387,7 @@ class _Hooks:
                 "pass runs in another, and layers have scales: call it in that one, or call "
                 "remove() before"
             )
-        return _map_tensors(lambda t: t if t.grad_fn is None else t.view_as(t), (args, kwargs))
+        return map_tensors(lambda t: t if t.grad_fn is None else t.view_as(t), (args, kwargs))
 
     def _name(self, module):
         return repr(next((k for k, m in self.model.named_modules() if m is module), ""))
@@ -430,16 +401,16 @@ class _Hooks:
             if isinstance(output, Tensor):  # as it mostly is
                 trace.made.append(weakref.ref(output))
             else:
-                _map_tensors(lambda t: trace.made.append(weakref.ref(t)) or t, output)
+                map_tensors(lambda t: trace.made.append(weakref.ref(t)) or t, output)
             return None
-        _map_tensors(partial(self._check_view, trace, module), (args, kwargs))
+        map_tensors(partial(self._check_view, trace, module), (args, kwargs))
         stay = self._stay(trace, (args, kwargs))
         nodes: list[Any] = [t.grad_fn for t in stay]
-        _map_tensors(lambda t: nodes.append(t.grad_fn) or t, output)
+        map_tensors(lambda t: nodes.append(t.grad_fn) or t, output)
         self._walk(trace, nodes, trace.begun, hooked=False)
         for t in stay:
             self._let_out(trace, t)
-        return _map_tensors(partial(self._let_out, trace), output)
+        return map_tensors(partial(self._let_out, trace), output)
 
     def _check_view(self, trace, module, t):
         node = t._base.grad_fn if t._base is not None else None
@@ -455,7 +426,7 @@ class _Hooks:
         stay = [t for ref in trace.made if (t := ref()) is not None]
         for m in trace.modules:
             stay += _kept(m)
-        _map_tensors(lambda t: stay.append(t) or t, inputs)  # written in place
+        map_tensors(lambda t: stay.append(t) or t, inputs)  # written in place
         trace.made, trace.modules = [], {}
         new = {id(t): t for t in stay if t.grad_fn is not None}
         return [t for t in new.values() if trace.begun <= sequence_number(t.grad_fn) < _LEAF]

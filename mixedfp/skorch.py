@@ -27,7 +27,7 @@ from .formats import MixedPrecisionError
 from .nested import check_dtype, check_flag, map_tensors, notice_once
 from .optimizer import MasterOptimizer, with_masters
 from .scaler import LossScaler
-from .step import BufferSnapshot, MasterParams, PromoteMixed, install_forward
+from .step import BufferSnapshot, MasterParams, PromoteMixed, WrappedForward, install_forward
 
 # %% ../nbs/12_skorch.ipynb #ce568c3c
 _NAMES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -58,7 +58,7 @@ def autocast_works(
         return False
 
 # %% ../nbs/12_skorch.ipynb #c3e87932
-class MixedForward:
+class MixedForward(WrappedForward):
     """The forward pass of a module under autocast: float32 comes in, and float32 goes out.
 
     As a context manager it stands in `module.forward`, and leaves nothing behind. Whatever is
@@ -70,33 +70,29 @@ class MixedForward:
         module: nn.Module,
         dtype: torch.dtype,  # to compute in
     ):
-        self.module, self.dtype = module, dtype
-        self.before, self.forward = vars(module).get("forward"), module.forward
+        super().__init__(module)
+        self.dtype = dtype
 
     def __enter__(self) -> "MixedForward":
         """Take the place of the module's forward."""
-        self.module.forward = self
-        return self
+        return self.install()
 
     def __exit__(self, *error) -> None:
         """Give it back."""
-        if self.before is None:
-            del self.module.forward
-        else:
-            self.module.forward = self.before
+        self.remove()
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
-        device_type = _device_type((args, kwargs), self.module)
+        device_type = _device_type((args, kwargs), self.model)
         if not autocast_works(device_type, self.dtype):
             notice_once(
                 f"amp_enabled has no effect: torch.autocast does not know {self.dtype} on "
                 f"{device_type!r}. Try another amp_dtype, or amp_mode='master'"
             )
-            return self.forward(*args, **kwargs)
+            return self._own(*args, **kwargs)
         in_float = PromoteMixed() if device_type == "cpu" else nullcontext()  # softmax, as on a GPU
         with torch.autocast(device_type, self.dtype), in_float:
-            return to_float(self.forward(*args, **kwargs))
+            return to_float(self._own(*args, **kwargs))
 
 
 def _device_type(inputs, module):
@@ -208,7 +204,7 @@ class MixedBatch:
             self._stack.enter_context(forward)
         if self.is_scaling:
             self.n_backward = self.scaler.n_scaled  # more than 0 where batches are accumulated
-            self.buffers = [BufferSnapshot(f.module) for f in self.forwards]
+            self.buffers = [BufferSnapshot(f.model) for f in self.forwards]
             for snapshot in self.buffers:
                 snapshot.save()
             self._stack.enter_context(_ScaleBackward(self))

@@ -21,7 +21,13 @@ from .engine.autocast import PromoteMixed  # noqa: F401
 from .engine.buffers import BufferSnapshot
 from .engine.copies import check_free  # noqa: F401
 from .engine.elementwise import check_elementwise, is_elementwise, same_random_state  # noqa: F401
-from .engine.forward import HalfForward, inputs_out_of_range, install_forward, remove_forward  # noqa: F401
+from mixedfp.engine.forward import (  # noqa: F401
+    HalfForward,
+    WrappedForward,
+    inputs_out_of_range,
+    install_forward,
+    remove_forward,
+)
 from .engine.gradients import Iteration
 from .engine.masters import MasterParams
 from .engine.optim import OptimizerOnMasters
@@ -189,7 +195,7 @@ def attach(
         it.masters.sync_from_model()
     is_needed = it.layers is not None or self.dtype != torch.float32
     if is_needed and not self._has_forward(called):
-        called.forward = it.forward = HalfForward(called, self.native, it.layers, self.dtype)
+        it.forward = HalfForward(called, self.native, it.layers, self.dtype).install()
     if it.forward is not None:
         it.forward.look_again()
     if ddp is not it.ddp:

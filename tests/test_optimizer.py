@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import MasterOptimizer, with_masters
 from mixedfp.scaler import LossScaler
+from mixedfp.step import is_elementwise
 from mixedfp.testing import assert_same
 
 pytestmark = pytest.mark.usefixtures("trials_are_remembered")
@@ -2025,3 +2026,35 @@ def test_a_disabled_scaler_shows_gradients_in_32_bits_as_well():
     before = model.state_dict()["weight"].clone()
     opt.step()
     torch.testing.assert_close((model.state_dict()["weight"] - before).norm(), torch.tensor(0.1))
+
+
+class Slotted(optim.SGD):
+    """SGD that keeps its rate where `vars` does not show it."""
+
+    __slots__ = ("rate",)
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.rate = lr
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Step by its own rate."""
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.rate)
+
+
+def test_an_optimizer_that_cannot_be_copied():
+    """With vectors it is refused, with the reason; with a master each it trains."""
+    model = nn.Linear(2, 1, bias=False)
+    assert not is_elementwise(Slotted(model.parameters(), 0.5))
+    with pytest.raises(MixedPrecisionError, match="keeps rate in `__slots__` of Slotted.*flat_ma"):
+        with_masters(model, Slotted(model.parameters(), 0.5), flat_master=True)
+    assert model.weight.dtype == torch.float32
+    before = model.weight.detach().clone()
+    model, opt = with_masters(model, Slotted(model.parameters(), 0.5), dtype=torch.bfloat16)
+    model(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    (master,) = opt.param_groups[0]["params"]
+    assert_same(master.detach(), before - 0.5)

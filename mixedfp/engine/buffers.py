@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from .forward import called_modules
 from .torch_private import module_of_call
 from ..nested import map_tensors
 
@@ -97,7 +98,7 @@ class IterationBuffers:
         # there at the next pass is of no pass before, since no graph was left
         self._zeros: list[tuple[Tensor, int]] | None = None
         self._depth = 0  # of passes that are under way: a model may call itself
-        self._hooks, self._called = [], _called(model)
+        self._hooks, self._called = [], called_modules(model)
         if self.snapshot.slots:
             self._listen(model)
             self.snapshot.save()
@@ -120,13 +121,6 @@ class IterationBuffers:
 
 class _Token:
     "Lives as long as the graphs that hold it."
-
-
-def _called(model):
-    "The modules that are called: lists and dicts of modules have no forward pass."
-    if type(model).forward is not nn.Module.forward:
-        return [model]
-    return [m for child in model.children() for m in _called(child)]
 
 # %% ../../nbs/engine/15_buffers.ipynb #d07102b4
 class PassHook:

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from .full_state import masters_of
+from .full_state import keep_low_bits, masters_of
 from .torch_private import remove_hooks, uncompiled
 from ..formats import MixedPrecisionError
 
@@ -162,20 +161,11 @@ class _FullWeights:
 
     def parameters(self):
         for p in self.model.parameters():
-            master = self.masters.master.get(p)
-            yield p if master is None else _whole(p.detach(), master.detach())
+            full = self.masters.master.get(p, p).detach()
+            is_cast = p.dtype != full.dtype
+            yield keep_low_bits(p.detach(), full, p.dtype, looks=False) if is_cast else p
 
     def buffers(self):
-        kept = {}
-        for (m, k), buffer in self.masters.buffers.items():
-            if (now := m._buffers.get(k)) is not None and now.shape == buffer.full.shape:
-                kept[id(now)] = buffer.full
+        full = self.masters.full_buffers(looks=False)
         for b in self.model.buffers():
-            yield _whole(b, kept[id(b)].to(b.device)) if id(b) in kept else b
-
-
-def _whole(now, full):
-    "`full` where `now` is what it rounds to, elsewhere `now`; without a look at the numbers."
-    if now.dtype == full.dtype:
-        return now
-    return torch.where(now == full.to(now.dtype), full, now.to(full.dtype))
+            yield full.get(id(b), b)

@@ -16,7 +16,15 @@ from fastcore.basics import patch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .optim_access import copy_over, copy_small, core_of, hyper_groups, param_lists
+from .flat import is_per_element
+from mixedfp.engine.optim_access import (
+    copy_over,
+    copy_small,
+    core_of,
+    hyper_groups,
+    param_lists,
+    why_no_copy,
+)
 from ..formats import MixedPrecisionError
 
 # %% ../../nbs/engine/13_elementwise.ipynb #3023f59a
@@ -247,7 +255,7 @@ def _state_like(w, p, state):
 
 
 def _value_like(w, p, value):
-    if not isinstance(value, Tensor) or value.shape != p.shape or value.ndim == 0:
+    if not is_per_element(value, p):  # `p` has dimensions, see `_with_state`
         return copy_small(value)
     row = (0,) * (value.ndim - 1)
     now, weights = value.detach()[row], p.detach()[row]
@@ -271,6 +279,9 @@ def _objection(opt, device):
     inner = [v for v in vars(core).values() if isinstance(v, torch.optim.Optimizer)]
     if inner:
         return f"steps another optimizer ({type(inner[0]).__name__}), which would see no vector"
+    why = why_no_copy(core)
+    if why is not None:
+        return why
     error = None
     for init in (False, True) if core.state else (False,):
         for dtype in (torch.float64, torch.float32):

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .flat import Bucket
+from .flat import Bucket, is_per_element
 from .masters import MasterParams
 from .optim_access import core_of, param_lists, save_lists, set_lists
 
@@ -87,10 +87,10 @@ def _signature(p, state):
 
 
 def _kind(value, p):
+    if is_per_element(value, p):
+        return "like its parameter", value.dtype
     if not isinstance(value, Tensor):
         return value
-    if value.shape == p.shape:
-        return "like its parameter", value.dtype
     return value.item() if value.numel() == 1 else id(value)
 
 
@@ -240,7 +240,7 @@ def move_states(self: ParamExchange) -> None:
         all_move = group.get("capturable") or group.get("fused")
         for p, state in ((p, core.state[p]) for p in ps if p in core.state):
             for k, v in state.items():
-                moves = all_move or k != "step" and getattr(v, "shape", None) == p.shape
+                moves = all_move or k != "step" and is_per_element(v, p)
                 if moves and isinstance(v, Tensor) and v.device != p.device:
                     state[k] = v.to(p.device)
 

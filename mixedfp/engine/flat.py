@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SPARSE_IN_VECTORS', 'flatten', 'split_vector', 'as_own_storage', 'upcast_grad', 'check_dense', 'GradBuffer', 'Bucket',
-           'Chunk']
+           'is_per_element', 'Chunk']
 
 # %% ../../nbs/engine/04_flat.ipynb #e3f295ec
 from collections.abc import Callable, Iterable
@@ -282,6 +282,14 @@ def take_deferred(
             p.grad = g if factor is None else g * factor
 
 # %% ../../nbs/engine/04_flat.ipynb #421cf091
+def is_per_element(
+    value: Any,  # from an optimizer's state
+    p: Tensor,  # that the state is of: a parameter, or a vector of them
+) -> bool:
+    "Whether `value` has a number for each element of `p`, as moments do; steps are counted in one."
+    return isinstance(value, Tensor) and value.shape == p.shape
+
+
 @patch
 def join(
     self: Bucket,
@@ -307,17 +315,14 @@ def split(
 
 @patch
 def _join_one(self: Bucket, values):
-    has_shape = isinstance(values[0], Tensor) and values[0].shape == self.params[0].shape
-    return _join(values, self.weights) if has_shape else values[0]
+    return _join(values, self.weights) if is_per_element(values[0], self.params[0]) else values[0]
 
 
 @patch
 def _split_one(self: Bucket, value):
-    if not isinstance(value, Tensor):
-        return [value] * len(self.params)
-    if value.shape == self.master.shape:
+    if is_per_element(value, self.master):
         return split_vector(value, self.weights)
-    return [value.clone() for _ in self.params]
+    return [value.clone() if isinstance(value, Tensor) else value for _ in self.params]
 
 # %% ../../nbs/engine/04_flat.ipynb #f6913ef2
 class Chunk:

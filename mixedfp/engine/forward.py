@@ -117,6 +117,13 @@ def over(
 
 
 @patch
+def install(self: WrappedForward) -> Any:  # itself
+    "Stand in the model's forward, until `remove`."
+    self.model.forward = self
+    return self
+
+
+@patch
 def remove(self: WrappedForward) -> None:
     "Give the model its own forward back."
     if vars(self.model).get("forward") is not self:
@@ -418,7 +425,7 @@ def install_forward(
     "Have `model`, or the modules in it if it only holds them, called with 32-bit tensors."
     for m in called_modules(model) if dtype != torch.float32 else ():
         if HalfForward.of(m) is None:
-            m.forward = HalfForward(m, native, dtype=dtype)
+            HalfForward(m, native, dtype=dtype).install()
 
 
 def remove_forward(

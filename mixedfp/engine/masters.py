@@ -35,35 +35,27 @@ from mixedfp.engine.flat import (
     flatten,
     split_vector,
 )
-from .full_state import ShowMasters, UnfinishedLoad, masters_of
+from .full_state import ShowMasters, UnfinishedLoad, keep_low_bits, masters_of
 from .torch_private import loads_strictly, state_dict_hooks
 from ..formats import MixedPrecisionError
 from ..master import norm_bias_ids
 from ..nested import check_dtype, notice_once
 
 # %% ../../nbs/engine/07_masters.ipynb #57ac8447
-def _keep_low_bits(now, full, dtype):
-    "`full` where `now` is what it rounds to in `dtype`, elsewhere what was written to `now`."
-    same = now == full.to(dtype).to(now.dtype)  # `now` may have been cast on, by `model.half()`
-    return full if bool(same.all()) else torch.where(same, full, now.to(full.dtype))
-
-
 class _Buffer:
     "What a buffer held before it was cast, and what it was cast to."
 
     def __init__(self, full, dtype):
         self.full, self.dtype = full, dtype
 
-    def whole(self, now):
+    def whole(self, now, looks=True):
         "`now`, with the bits that the cast took where it has not been written since."
         full = self.full.to(now.device)
         if self.dtype == full.dtype:
             return now.to(full.dtype)
-        dtype = full.dtype if full.itemsize > 2 else torch.float32
         if now.shape != full.shape:
-            return now.to(dtype)
-        same = now == full.to(self.dtype).to(now.dtype)
-        return full if bool(same.all()) else torch.where(same, full.to(dtype), now.to(dtype))
+            return now.to(torch.promote_types(full.dtype, self.dtype))
+        return keep_low_bits(now, full, self.dtype, looks)
 
 # %% ../../nbs/engine/07_masters.ipynb #0076ed87
 class MasterParams:
@@ -308,7 +300,7 @@ def sync_from_model(self: MasterParams) -> None:
     for p, master in self.master.items():
         if master.device != p.device:
             master.data = master.detach().to(p.device)
-        full = _keep_low_bits(p.detach(), master.detach(), self.param_dtype[p])
+        full = keep_low_bits(p.detach(), master.detach(), self.param_dtype[p])
         if full.data_ptr() != master.data_ptr():
             master.data.copy_(full)
         self._restore_dtypes(p)
@@ -348,10 +340,18 @@ def restore(self: MasterParams) -> nn.Module:  # the model, in 32 bits
 
 
 @patch
-def _full_buffer(self: MasterParams, module, k, now):
+def full_buffers(self: MasterParams, looks: bool = True) -> dict[int, Tensor]:
+    "The model's buffers in 32 bits, by the ids of those that are cast or could be."
+    modules = self.model.modules()
+    buffers = [(m, k, b) for m in modules for k, b in _castable_buffers(m)]
+    return {id(b): self._full_buffer(m, k, b, looks) for m, k, b in buffers}
+
+
+@patch
+def _full_buffer(self: MasterParams, module, k, now, looks=True):
     kept = self.buffers.get((module, k))
     if kept is not None:
-        return kept.whole(now)
+        return kept.whole(now, looks)
     return now.float() if now.dtype == self.dtype else now  # it came later, from 16-bit numbers
 
 # %% ../../nbs/engine/07_masters.ipynb #93a32d41
@@ -364,9 +364,7 @@ def float_model(self: MasterParams) -> nn.Module:
     """
     self.sync_from_model()
     memo = {id(p): master for p, master in self.master.items()} | {id(self): self}
-    for m in self.model.modules():
-        memo |= {id(b): b for b in m._buffers.values() if b is not None}
-        memo |= {id(b): self._full_buffer(m, k, b) for k, b in _castable_buffers(m)}
+    memo |= {id(b): b for b in self.model.buffers()} | self.full_buffers()
     twin = copied_as_it_is(self.model, memo)
     remove_forwards(twin)
     ids = {hook.id for hook in self._hooks}
@@ -589,7 +587,8 @@ def _show(self: MasterParams, module, state_dict, prefix):
         if p in self.master and prefix + k in state_dict:
             full = self.master[p].detach()
             if not self.is_stepping:  # what was written is true before it is taken over
-                full = _keep_low_bits(p.detach().to(full.device), full, self.param_dtype[p])
+                now = p.detach().to(full.device)
+                full = keep_low_bits(now, full, self.param_dtype[p]).to(full.dtype)
             state_dict[prefix + k] = self._out_of_vector(p, full, state_dict, prefix + k)
     for k, now in _castable_buffers(module):
         if prefix + k in state_dict:

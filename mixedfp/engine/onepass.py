@@ -16,7 +16,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .flat import Bucket, Chunk
+from .flat import Bucket, Chunk, is_per_element
 from .optim_access import ABSENT
 from .program import NotElementwise, Program, Ref
 from .recorder import is_vector, record
@@ -58,7 +58,7 @@ class OnePass:
 @patch
 def _probe(self: OnePass, u, state):
     "A few numbers for the bucket's weights, gradient and states: only their types matter."
-    dtypes = [v.dtype for v in state.values() if _is_like(v, u)]
+    dtypes = [v.dtype for v in state.values() if is_per_element(v, u.master)]
     if u.probe is None or [t.dtype for t in u.probe[2:]] != dtypes:
         p = torch.nn.Parameter(torch.ones(3, dtype=u.master.dtype))
         vectors = [torch.ones(3, dtype=dtype) for dtype in dtypes]
@@ -67,14 +67,11 @@ def _probe(self: OnePass, u, state):
     return u.probe
 
 
-def _is_like(value, u):
-    return isinstance(value, Tensor) and value.shape == u.master.shape
-
-
 def _small_state(state, u):
     "A bucket's state over its probe: vectors are cut, numbers copied."
     vectors = iter(u.probe[2:])
-    return {k: next(vectors) if _is_like(v, u) else _copied(v) for k, v in state.items()}
+    p = u.master
+    return {k: next(vectors) if is_per_element(v, p) else _copied(v) for k, v in state.items()}
 
 
 def _copied(value):
@@ -118,7 +115,7 @@ def _plan(self: OnePass, u, recorder, i, new, old):
         results[k] = ref
         dtype = old[k].dtype if k in old else v.dtype
         state[k] = old[k] if k in old else torch.empty_like(u.master.detach(), dtype=dtype)
-    inputs = [k for k, v in old.items() if _is_like(v, u)]
+    inputs = [k for k, v in old.items() if is_per_element(v, u.master)]
     return _Plan(recorder.updates[i], recorder.ref(u.probe[0]), results, state, inputs)
 
 # %% ../../nbs/engine/12_onepass.ipynb #39927be8
