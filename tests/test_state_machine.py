@@ -367,6 +367,7 @@ class ByHand(Plain):
 
     def __init__(self, setup):
         super().__init__(setup, by_hand=True)
+        self.scaler = None
         self.attach()
 
     def backward(self, batch):
@@ -402,8 +403,10 @@ class ByHand(Plain):
         """Hand model and a new optimizer over, with the state of the last one."""
         new = self.make_opt() if opt is None else opt
         state, setup = self.opt.state_dict(), self.setup
-        if setup.scaler is torch.amp.GradScaler:  # it would ask the optimizer that was given back
-            self.scaler = setup.scaler("cpu", init_scale=setup.scale, growth_interval=2)
+        if self.scaler is None or not isinstance(self.scaler, LossScaler):
+            # PyTorch's would ask the optimizer that was given back
+            make = setup.scaler or partial(LossScaler, enabled=False)
+            self.scaler = make("cpu", init_scale=setup.scale, growth_interval=2)
         kwargs = dict(flat_master=setup.way != "each", stream=setup.way == "stream")
         self.model, self.opt = with_masters(
             self.model, new, dtype=setup.dtype, compiled=False, **kwargs
