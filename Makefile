@@ -19,11 +19,11 @@ OLDEST := $(shell sed -n 's/^requirements *=.*torch>=\([0-9.]*\).*/\1/p' setting
 # make test runs everything. The other two environments run what another fastai or torch can break:
 # what calls theirs, stands in for it, records it or reads its files, once each. Left out are laws
 # of our own code alone (flat against each, 16 bits against 32, a precision's file in another) in
-# all settings: the operations under them are in what is run.
+# all settings: the operations under them are in what is run. Every fault that was found is tried.
 part = $(foreach name,$(2),tests/test_$(strip $(1)).py::test_$(name))
 whole = $(foreach name,$(1),$(wildcard tests/test_$(name).py))
 # fastai: its events and callbacks, its optimizers and files, its ways to train, its applications
-OF_FASTAI := $(call whole,fastai_callbacks resume bad_input examples faults_edge) \
+OF_FASTAI := $(call whole,fastai_callbacks resume bad_input examples defects faults_*) \
   $(call part,exactness,float32_is_plain_fastai layerwise_optimizers_are_plain_fastai) \
   $(call part,workflows,float32_is_plain_fastai a_search_for_a_rate_leaves_no_trace) \
   $(call part,hard_models,float32_is_plain_fastai a_copy_trains_on) \
@@ -36,7 +36,7 @@ OF_FASTAI := $(call whole,fastai_callbacks resume bad_input examples faults_edge
   'tests/test_random_programs.py::test_with_fastai[0]'
 # torch: private names, the inner operations of its optimizers, its GradScaler, autograd's hooks,
 # its schedules, compiled steps, loops by hand, files; skorch once
-OF_TORCH := $(call whole,torch_private onepass scaler scaler_edges faults_loops faults_pass) \
+OF_TORCH := $(call whole,torch_private scaler_canary state_machine onepass scaler scaler_edges) \
   $(call part,optimizer,every_optimizer_of_torch_is_here 32_bits_are_the_plain_loop_bit_for_bit \
     flat_vectors_in_32_bits_are_the_plain_loop_bit_for_bit \
     16_bits_are_masters_kept_by_hand_bit_for_bit every_schedule_of_torch_is_here \
