@@ -9,7 +9,8 @@ __all__ = ['LARGE', 'is_large', 'Own', 'Lent', 'copies', 'ParamExchange', 'Weigh
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter, is_not
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,7 @@ class ParamExchange:
             return all(len({p.grad is None for p in u.params}) == 1 for u in lent.buckets)
         if any(p.grad is not None for p in lent.others):
             return False
-        return none_is_zero or not any(g is None for g in grads)
+        return none_is_zero or not any(map(is_, grads, repeat(None)))
 
     def lay_out(self) -> None:
         "Have the masters lie as the optimizer's groups want it."
