@@ -178,7 +178,7 @@ def take(
 @patch
 def are_unscaled(
     self: GradStore,
-    inv_scale: Tensor,  # (), what they were multiplied with, and deferred ones will be
+    inv_scale: Tensor | None = None,  # (), what deferred ones are to be multiplied with
     found_inf: Tensor | None = None,  # (), the verdict, if only the device is to know it
 ) -> None:
     "Somebody has divided what the masters show by the scale. Raises: MixedPrecisionError."
@@ -188,8 +188,8 @@ def are_unscaled(
             f"gradients were unscaled at stage {stage.name}, before the masters had them"
         )
     if self.iteration.is_scaled:
-        inv = inv_scale if stage is Stage.DEFERRED else None
-        self._become(scale=1.0, inv_scale=inv, found_inf=found_inf)
+        inv_scale = inv_scale if stage is Stage.DEFERRED else None
+        self._become(scale=1.0, inv_scale=inv_scale, found_inf=found_inf)
 
 # %% ../../nbs/engine/16_gradients.ipynb #7f8da7e8
 @patch
