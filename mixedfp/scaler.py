@@ -198,8 +198,9 @@ def scale(
     """
     if not self._enabled:
         return outputs
+    scale = self._make_scale(_first_device(outputs))  # a copy in mid-iteration has none yet
     if self.n_scaled == 0:
-        self._iteration = _Iteration(self._make_scale(_first_device(outputs)).clone())
+        self._iteration = _Iteration(scale.clone())
     self._bring_to_scale()
     scaled = self._multiply(outputs)
     self._iteration = self._iteration._replace(n_scaled=self.n_scaled + 1)

@@ -251,8 +251,9 @@ def wrap_optimizer(
     it = self._get_attached()
     held = it.opt
     if held is None or held.opt is not opt:
-        held = it.opt = self._take_over(it.opt, opt)
+        held = self._take_over(it.opt, opt)
     held.lay_out()
+    it.opt = held
     return held
 
 

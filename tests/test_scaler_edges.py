@@ -190,3 +190,18 @@ def test_what_lbfgs_has_learnt_in_a_step_that_overflows_is_forgotten():
     assert scaler.step(opt, closure) is False
     assert len(opt.state[w]["old_dirs"]) == len(before["old_dirs"])
     assert opt.state[w]["n_iter"] == before["n_iter"]
+
+
+def test_a_copy_in_the_middle_of_an_iteration_goes_on():
+    """A loss was scaled, no gradient unscaled: the copy adds to it, unscales and steps."""
+    p = torch.nn.Parameter(torch.ones(2))
+    scaler = LossScaler(init_scale=8.0)
+    scaler.scale(p.sum()).backward()
+    scaler = copy.deepcopy(scaler)
+    scaler.scale(p.sum()).backward()
+    opt = torch.optim.SGD([p], lr=1.0)
+    scaler.unscale_(opt)
+    assert p.grad.tolist() == [2.0, 2.0]
+    assert scaler.step(opt)
+    scaler.update()
+    assert p.tolist() == [-1.0, -1.0] and scaler.scales == [8.0]
