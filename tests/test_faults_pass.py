@@ -636,6 +636,44 @@ def test_3_06_gradients_after_an_interrupt_are_the_true_ones(small_is_large):
     assert_same(model[3].weight.grad, waiting["3.weight"].float() / 512)
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["whole", "one pass"])
+def test_after_a_step_gradients_of_ones_own_are_stepped(large, monkeypatch):
+    """Only until then does nobody else look: what is put there after it is what steps next."""
+    if large:
+        inside.everything_is_large(monkeypatch)
+    mixed, model = mixed_step(torch.float32), net()
+    mixed.attach(model)
+    opt = mixed.wrap_optimizer(optim.SGD(model.parameters(), lr=1.0))
+    inside.be_exclusive(mixed)
+    mixed.scale(model(torch.ones(2, 12)).sum()).backward()
+    assert mixed.unscale()
+    mixed.step()
+    mixed.update()
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    opt.step()
+    assert_same([p.detach() for p in model.parameters()], [p - 2 for p in before])
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_gradients_of_ones_own_are_cleared_to_zeros(exclusive):
+    """Put there after the masters had taken others: zeros are zeros for these as well."""
+    mixed, model = mixed_step(torch.float32), net()
+    mixed.attach(model)
+    opt = mixed.wrap_optimizer(optim.SGD(model.parameters(), lr=1.0))
+    inside.be_exclusive(mixed, exclusive)
+    mixed.scale(model(torch.ones(2, 12)).sum()).backward()
+    assert mixed.unscale()
+    mixed.step()
+    mixed.update()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.zero_grad(set_to_none=False)
+    for p in model.parameters():
+        assert_same(p.grad, torch.zeros_like(p))
+
+
 # 3.7: layers used in turn
 
 
