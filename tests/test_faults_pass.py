@@ -641,7 +641,7 @@ def test_after_a_step_gradients_of_ones_own_are_stepped(large, monkeypatch):
     """Only until then does nobody else look: what is put there after it is what steps next."""
     if large:
         inside.everything_is_large(monkeypatch)
-    mixed, model = mixed_step(torch.float32), net()
+    mixed, model = mixed_step(torch.float32, scale=8.0), net()
     mixed.attach(model)
     opt = mixed.wrap_optimizer(optim.SGD(model.parameters(), lr=1.0))
     inside.be_exclusive(mixed)
