@@ -674,6 +674,23 @@ def test_gradients_of_ones_own_are_cleared_to_zeros(exclusive):
         assert_same(p.grad, torch.zeros_like(p))
 
 
+def test_gradients_of_layers_that_were_not_stepped_are_cleared_as_well(small_is_large):
+    """A batch reaches a layer for the first time and is called off: its zeros are zeros."""
+    mixed, model = mixed_step(), nn.ModuleDict(dict(a=nn.Linear(12, 2), b=nn.Linear(12, 2)))
+    mixed.attach(model)
+    opt = mixed.wrap_optimizer(optim.SGD(model.parameters(), lr=1.0))
+    x = torch.ones(2, 12, dtype=torch.bfloat16)
+    for names in ("a", "ab"):
+        mixed.scale(sum(model[k](x).sum() for k in names).float()).backward()
+        if names == "a":
+            assert mixed.unscale()
+            mixed.step()
+            mixed.update()
+        opt.zero_grad(set_to_none=False)
+    for p in model["b"].parameters():
+        assert_same(p.grad.float(), torch.zeros(p.shape))
+
+
 # 3.7: layers used in turn
 
 
