@@ -271,7 +271,7 @@ def _what_is_there(name, model):
     near = difflib.get_close_matches(str(name), modules, 3, 0.3) or list(modules)[:4]
     return f"which is no module: expected a name of named_modules(), such as {near}"
 
-# %% ../nbs/05_layerwise.ipynb #b8721cd4
+# %% ../nbs/05_layerwise.ipynb #945380cd
 _OWN = frozenset(vars(nn.Module()))  # what every module has for attributes
 
 
@@ -283,7 +283,7 @@ def _kept(module: nn.Module) -> list[Tensor]:
     held += module._buffers.values()
     return [t for t in held if isinstance(t, Tensor) and t.grad_fn is not None]
 
-
+# %% ../nbs/05_layerwise.ipynb #d6b98b76
 class _Hook:
     "A hook of one model: copies of the model, and files, have one that does nothing."
 
@@ -303,7 +303,7 @@ class _Hook:
     def nothing(*args):
         pass
 
-
+# %% ../nbs/05_layerwise.ipynb #b8721cd4
 class _Hooks:
     "The hooks of a model: they note where layers begin and end, and put factors on the edges."
 
@@ -358,156 +358,182 @@ class _Hooks:
         while self.opened:
             self.opened.pop().grad_dtype = None
 
-    def _trace(self):
-        return self.traces.setdefault(threading.get_ident(), _Trace())
-
-    def _enter(self, homes, module, args, kwargs):
-        if is_replica(module):
-            raise MixedPrecisionError(
-                "nn.DataParallel makes copies whose parameters are no leaves: expected "
-                "DistributedDataParallel, or one device"
-            )
-        trace, info = self._trace(), self.scaled.get(module)
-        inputs = None
-        if not trace.running and len(self.traces) > 1:
-            inputs = self._from_elsewhere(trace, module, args, kwargs)
-        if info is None and homes and trace.is_outside(homes):  # called past what contains it
-            info = homes[0]
-        if info is not None:
-            self.order[info] = None
-        trace.enter(info)
-        return inputs
-
-    def _from_elsewhere(self, trace, module, args, kwargs):
-        "Give what other threads have made nodes of this one: each thread has numbers of its own."
-        others = [t for t in self.traces.values() if t is not trace]
-        if module is not self.model and any(t.running for t in others):
-            raise MixedPrecisionError(
-                f"{self._name(module)} is called in a thread of its own while the model's forward "
-                "pass runs in another, and layers have scales: call it in that one, or call "
-                "remove() before"
-            )
-        return map_tensors(lambda t: t if t.grad_fn is None else t.view_as(t), (args, kwargs))
-
-    def _name(self, module):
-        return repr(next((k for k, m in self.model.named_modules() if m is module), ""))
-
-    def _leave(self, module, args, kwargs, output):
-        trace = self._trace()
-        if not trace.running:  # the hooks were put on while it ran
-            return None
-        trace.modules[module] = None
-        if not trace.leave():
-            if isinstance(output, Tensor):  # as it mostly is
-                trace.made.append(weakref.ref(output))
-            else:
-                map_tensors(lambda t: trace.made.append(weakref.ref(t)) or t, output)
-            return None
-        map_tensors(partial(self._check_view, trace, module), (args, kwargs))
-        stay = self._stay(trace, (args, kwargs))
-        nodes: list[Any] = [t.grad_fn for t in stay]
-        map_tensors(lambda t: nodes.append(t.grad_fn) or t, output)
-        self._walk(trace, nodes, trace.begun, hooked=False)
-        for t in stay:
-            self._let_out(trace, t)
-        return map_tensors(partial(self._let_out, trace), output)
-
-    def _check_view(self, trace, module, t):
-        node = t._base.grad_fn if t._base is not None else None
-        if node and sequence_number(node) >= trace.begun and _scale_of(trace.owner(node)) != 1:
-            raise MixedPrecisionError(
-                f"{self._name(module)} has a scale and writes into a view, where nothing tells its "
-                "gradient from that of the whole: expected inplace=False"
-            )
-        return t
-
-    def _stay(self, trace, inputs):
-        "What was made in this call and is held from outside, besides the output."
-        stay = [t for ref in trace.made if (t := ref()) is not None]
-        for m in trace.modules:
-            stay += _kept(m)
-        map_tensors(lambda t: stay.append(t) or t, inputs)  # written in place
-        trace.made, trace.modules = [], {}
-        new = {id(t): t for t in stay if t.grad_fn is not None}
-        return [t for t in new.values() if trace.begun <= sequence_number(t.grad_fn) < _LEAF]
-
-    def _let_out(self, trace, t):
-        "Put a node outside of all layers behind `t`, if it comes out of one."
-        if t.grad_fn is None:
-            return t
-        scale = _scale_of(trace.owner(t.grad_fn))
-        if scale != 1:
-            if is_in_transform():
-                raise MixedPrecisionError(_SECOND.format("a transform of torch.func"))
-            if t._base is not None:  # what it is a view of is of no concern
-                t = _Outlet.apply(t, scale)
-            else:  # whoever holds it has it from outside
-                with keeping_version(t):
-                    t = _Outlet.apply(t, scale, True)
-            if t.grad_fn is None:
-                return t
-            t.grad_fn.metadata[_HOOKED] = True
-        t.grad_fn.metadata[_THREAD] = threading.get_ident()
-        return t
-
-    def _is_foreign(self, node):
-        "Whether another thread has let `node` out: its gradient is the true one."
-        if len(self.traces) < 2:
-            return False
-        me = threading.get_ident()
-        return node.metadata.get(_THREAD, me) != me
-
     def trace_loss(self, tensors: Iterable[Tensor]) -> None:
         self._walk(self._trace(), [t.grad_fn for t in tensors], 0, hooked=True)
 
-    def _walk(self, trace, nodes, begun, hooked):
-        "Put factors on the edges from `nodes` down to those made before number `begun`."
-        seen, todo = set(), [n for n in nodes if n is not None]
-        while todo:
-            node = todo.pop()
-            if node in seen or not begun <= sequence_number(node) < _LEAF or self._is_foreign(node):
-                continue
-            seen.add(node)
-            nexts = [n for n, _ in node.next_functions]
-            if not (hooked and _HOOKED in node.metadata):
-                self._hook(trace, node, nexts)
-            todo += [n for n in nexts if n is not None]
+# %% ../nbs/05_layerwise.ipynb #748491e9
+@patch
+def _trace(self: _Hooks):
+    return self.traces.setdefault(threading.get_ident(), _Trace())
 
-    def _hook(self, trace, node, nexts):
-        owner = trace.owner(node)
-        targets = [None if n is None or self._is_foreign(n) else trace.owner(n) for n in nexts]
-        if owner is None and self.observe is None and not any(targets):
-            return  # most nodes of a model with few scaled layers
-        if owner is not None and isinstance(node, _RECOMPUTED) and _scale_of(owner) != 1:
-            raise MixedPrecisionError(
-                f"{owner.layer_name!r} has a scale, and inside it a checkpoint that runs its own "
-                "backward pass: expected checkpoint(..., use_reentrant=False)"
-            )
-        edges: list[tuple[float, Any] | None] = [
-            n and self._edge(n, owner, to) for n, to in zip(nexts, targets, strict=True)
-        ]
-        hooks: list[Callable] = []
-        if self.observe is not None and owner is not None:
-            hooks.append(partial(self.observe, owner))
-        if owner in self.bare:
-            watched = [i for i, n in enumerate(nexts) if n and targets[i] is not owner]
-            hooks += [partial(self._watch, owner, watched)] if watched else []
-        if any(edges):
-            hooks.append(_Border(edges))
-        for hook in hooks:
-            node.register_hook(hook)
-        if hooks:
-            node.metadata[_HOOKED] = True
 
-    def _edge(self, node, owner, target):
-        if isinstance(node, _OUTLET) and owner is not None:  # of another layer: past it
-            return node.factor / _scale_of(owner), node
-        factor = _scale_of(target) / _scale_of(owner)
-        return None if factor == 1 else (factor, None)
+@patch
+def _enter(self: _Hooks, homes, module, args, kwargs):
+    if is_replica(module):
+        raise MixedPrecisionError(
+            "nn.DataParallel makes copies whose parameters are no leaves: expected "
+            "DistributedDataParallel, or one device"
+        )
+    trace, info = self._trace(), self.scaled.get(module)
+    inputs = None
+    if not trace.running and len(self.traces) > 1:
+        inputs = self._from_elsewhere(trace, module, args, kwargs)
+    if info is None and homes and trace.is_outside(homes):  # called past what contains it
+        info = homes[0]
+    if info is not None:
+        self.order[info] = None
+    trace.enter(info)
+    return inputs
 
-    def _watch(self, owner, places, grads, _):
-        for g in (grads[i] for i in places if grads[i] is not None):
-            self.largest.append((owner, g.detach().abs().amax()))
+
+@patch
+def _from_elsewhere(self: _Hooks, trace, module, args, kwargs):
+    "Give what other threads have made nodes of this one: each thread has numbers of its own."
+    others = [t for t in self.traces.values() if t is not trace]
+    if module is not self.model and any(t.running for t in others):
+        raise MixedPrecisionError(
+            f"{self._name(module)} is called in a thread of its own while the model's forward "
+            "pass runs in another, and layers have scales: call it in that one, or call "
+            "remove() before"
+        )
+    return map_tensors(lambda t: t if t.grad_fn is None else t.view_as(t), (args, kwargs))
+
+
+@patch
+def _name(self: _Hooks, module):
+    return repr(next((k for k, m in self.model.named_modules() if m is module), ""))
+
+# %% ../nbs/05_layerwise.ipynb #82c80cea
+@patch
+def _leave(self: _Hooks, module, args, kwargs, output):
+    trace = self._trace()
+    if not trace.running:  # the hooks were put on while it ran
+        return None
+    trace.modules[module] = None
+    if not trace.leave():
+        if isinstance(output, Tensor):  # as it mostly is
+            trace.made.append(weakref.ref(output))
+        else:
+            map_tensors(lambda t: trace.made.append(weakref.ref(t)) or t, output)
+        return None
+    map_tensors(partial(self._check_view, trace, module), (args, kwargs))
+    stay = self._stay(trace, (args, kwargs))
+    nodes: list[Any] = [t.grad_fn for t in stay]
+    map_tensors(lambda t: nodes.append(t.grad_fn) or t, output)
+    self._walk(trace, nodes, trace.begun, hooked=False)
+    for t in stay:
+        self._let_out(trace, t)
+    return map_tensors(partial(self._let_out, trace), output)
+
+
+@patch
+def _check_view(self: _Hooks, trace, module, t):
+    node = t._base.grad_fn if t._base is not None else None
+    if node and sequence_number(node) >= trace.begun and _scale_of(trace.owner(node)) != 1:
+        raise MixedPrecisionError(
+            f"{self._name(module)} has a scale and writes into a view, where nothing tells its "
+            "gradient from that of the whole: expected inplace=False"
+        )
+    return t
+
+
+@patch
+def _stay(self: _Hooks, trace, inputs):
+    "What was made in this call and is held from outside, besides the output."
+    stay = [t for ref in trace.made if (t := ref()) is not None]
+    for m in trace.modules:
+        stay += _kept(m)
+    map_tensors(lambda t: stay.append(t) or t, inputs)  # written in place
+    trace.made, trace.modules = [], {}
+    new = {id(t): t for t in stay if t.grad_fn is not None}
+    return [t for t in new.values() if trace.begun <= sequence_number(t.grad_fn) < _LEAF]
+
+
+@patch
+def _let_out(self: _Hooks, trace, t):
+    "Put a node outside of all layers behind `t`, if it comes out of one."
+    if t.grad_fn is None:
+        return t
+    scale = _scale_of(trace.owner(t.grad_fn))
+    if scale != 1:
+        if is_in_transform():
+            raise MixedPrecisionError(_SECOND.format("a transform of torch.func"))
+        if t._base is not None:  # what it is a view of is of no concern
+            t = _Outlet.apply(t, scale)
+        else:  # whoever holds it has it from outside
+            with keeping_version(t):
+                t = _Outlet.apply(t, scale, True)
+        if t.grad_fn is None:
+            return t
+        t.grad_fn.metadata[_HOOKED] = True
+    t.grad_fn.metadata[_THREAD] = threading.get_ident()
+    return t
+
+
+@patch
+def _is_foreign(self: _Hooks, node):
+    "Whether another thread has let `node` out: its gradient is the true one."
+    if len(self.traces) < 2:
+        return False
+    me = threading.get_ident()
+    return node.metadata.get(_THREAD, me) != me
+
+# %% ../nbs/05_layerwise.ipynb #a9087de0
+@patch
+def _walk(self: _Hooks, trace, nodes, begun, hooked):
+    "Put factors on the edges from `nodes` down to those made before number `begun`."
+    seen, todo = set(), [n for n in nodes if n is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen or not begun <= sequence_number(node) < _LEAF or self._is_foreign(node):
+            continue
+        seen.add(node)
+        nexts = [n for n, _ in node.next_functions]
+        if not (hooked and _HOOKED in node.metadata):
+            self._hook(trace, node, nexts)
+        todo += [n for n in nexts if n is not None]
+
+
+@patch
+def _hook(self: _Hooks, trace, node, nexts):
+    owner = trace.owner(node)
+    targets = [None if n is None or self._is_foreign(n) else trace.owner(n) for n in nexts]
+    if owner is None and self.observe is None and not any(targets):
+        return  # most nodes of a model with few scaled layers
+    if owner is not None and isinstance(node, _RECOMPUTED) and _scale_of(owner) != 1:
+        raise MixedPrecisionError(
+            f"{owner.layer_name!r} has a scale, and inside it a checkpoint that runs its own "
+            "backward pass: expected checkpoint(..., use_reentrant=False)"
+        )
+    edges: list[tuple[float, Any] | None] = [
+        n and self._edge(n, owner, to) for n, to in zip(nexts, targets, strict=True)
+    ]
+    hooks: list[Callable] = []
+    if self.observe is not None and owner is not None:
+        hooks.append(partial(self.observe, owner))
+    if owner in self.bare:
+        watched = [i for i, n in enumerate(nexts) if n and targets[i] is not owner]
+        hooks += [partial(self._watch, owner, watched)] if watched else []
+    if any(edges):
+        hooks.append(_Border(edges))
+    for hook in hooks:
+        node.register_hook(hook)
+    if hooks:
+        node.metadata[_HOOKED] = True
+
+
+@patch
+def _edge(self: _Hooks, node, owner, target):
+    if isinstance(node, _OUTLET) and owner is not None:  # of another layer: past it
+        return node.factor / _scale_of(owner), node
+    factor = _scale_of(target) / _scale_of(owner)
+    return None if factor == 1 else (factor, None)
+
+
+@patch
+def _watch(self: _Hooks, owner, places, grads, _):
+    for g in (grads[i] for i in places if grads[i] is not None):
+        self.largest.append((owner, g.detach().abs().amax()))
 
 # %% ../nbs/05_layerwise.ipynb #c67a6325
 class _Iteration(NamedTuple):

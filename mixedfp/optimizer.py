@@ -244,33 +244,6 @@ class MasterOptimizer(Optimizer):
         is_told = unscales_by_itself(self.optimizer)
         return is_told and "grad_scaler" not in known  # that is how it was done before
 
-    def update_paths(self) -> dict[str, int]:
-        "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
-        return self._on.update_paths()
-
-    def nonfinite_names(self) -> list[str]:
-        "The names of the parameters whose gradients hold inf or nan. Sync: a number each."
-        return self._on.nonfinite_names()
-
-    def register_state_dict_pre_hook(self, hook: Callable, prepend: bool = False) -> Any:
-        """Have `hook(self)` called before `state_dict`."""
-        return self.optimizer.register_state_dict_pre_hook(self._from_me(hook), prepend)
-
-    def register_state_dict_post_hook(self, hook: Callable, prepend: bool = False) -> Any:
-        """Have `hook(self, state_dict)` called after `state_dict`."""
-        return self.optimizer.register_state_dict_post_hook(self._from_me(hook), prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Callable, prepend: bool = False) -> Any:
-        """Have `hook(self, state_dict)` called before `load_state_dict`."""
-        return self.optimizer.register_load_state_dict_pre_hook(self._from_me(hook), prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Callable, prepend: bool = False) -> Any:
-        """Have `hook(self)` called after `load_state_dict`."""
-        return self.optimizer.register_load_state_dict_post_hook(self._from_me(hook), prepend)
-
-    def _from_me(self, hook):
-        return lambda _optimizer, *args: hook(self, *args)
-
     @property
     def _is_loose(self):
         return isinstance(self.masters.model, LooseParams)
@@ -279,7 +252,56 @@ class MasterOptimizer(Optimizer):
         "The model's parameters, in the order of the groups."
         return self._on.exchange.params()
 
+# %% ../nbs/07_optimizer.ipynb #6be4d27c
+@patch
+def register_state_dict_pre_hook(
+    self: MasterOptimizer, hook: Callable, prepend: bool = False
+) -> Any:
+    """Have `hook(self)` called before `state_dict`."""
+    return self.optimizer.register_state_dict_pre_hook(self._from_me(hook), prepend)
 
+
+@patch
+def register_state_dict_post_hook(
+    self: MasterOptimizer, hook: Callable, prepend: bool = False
+) -> Any:
+    """Have `hook(self, state_dict)` called after `state_dict`."""
+    return self.optimizer.register_state_dict_post_hook(self._from_me(hook), prepend)
+
+
+@patch
+def register_load_state_dict_pre_hook(
+    self: MasterOptimizer, hook: Callable, prepend: bool = False
+) -> Any:
+    """Have `hook(self, state_dict)` called before `load_state_dict`."""
+    return self.optimizer.register_load_state_dict_pre_hook(self._from_me(hook), prepend)
+
+
+@patch
+def register_load_state_dict_post_hook(
+    self: MasterOptimizer, hook: Callable, prepend: bool = False
+) -> Any:
+    """Have `hook(self)` called after `load_state_dict`."""
+    return self.optimizer.register_load_state_dict_post_hook(self._from_me(hook), prepend)
+
+
+@patch
+def _from_me(self: MasterOptimizer, hook):
+    return lambda _optimizer, *args: hook(self, *args)
+
+# %% ../nbs/07_optimizer.ipynb #0da7d5a0
+@patch
+def update_paths(self: MasterOptimizer) -> dict[str, int]:
+    "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
+    return self._on.update_paths()
+
+
+@patch
+def nonfinite_names(self: MasterOptimizer) -> list[str]:
+    "The names of the parameters whose gradients hold inf or nan. Sync: a number each."
+    return self._on.nonfinite_names()
+
+# %% ../nbs/07_optimizer.ipynb #e345318c
 class _States(defaultdict):
     "The states of masters; that of a model's parameter is found, too."
 
@@ -309,7 +331,7 @@ class _States(defaultdict):
     def __reduce__(self):  # a copy knows no model
         return defaultdict, (dict, dict(self))
 
-
+# %% ../nbs/07_optimizer.ipynb #b2a2b44f
 class _AfterLoad:
     "Called after a `load_state_dict`: in the middle of an iteration buffers are saved anew."
 

@@ -158,7 +158,7 @@ class MixedStep:
             self._attached.buffers = BufferSnapshot(self.masters.model)
             self.masters.after_load = self.buffers.save_again
 
-
+# %% ../nbs/06_step.ipynb #6a5e79d0
 def _check_layer_scales(scales):
     "Check what can be checked without a model. Raises: TypeError, ValueError."
     if isinstance(scales, Mapping):

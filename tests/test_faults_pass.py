@@ -551,34 +551,11 @@ def small_learner(precision="to_fp16"):
     return learn
 
 
-class Interrupt:
-    """Raise KeyboardInterrupt at the given line that runs in the step's modules, once."""
-
-    def __init__(self, at):
-        self.left, self.files = at, inside.files_of_a_step()
-
-    def __enter__(self):
-        sys.settrace(self)
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def __call__(self, frame, event, arg):
-        """Count lines."""
-        if frame.f_code.co_filename not in self.files:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-
 def interrupted(learn, at):
     """Fit until line `at` of the second step; return whether it came to that."""
 
     def one_step(*args, **kwargs):
-        with Interrupt(at):
+        with inside.Interrupt(at):
             return own(*args, **kwargs)
 
     own = learn.mp_cb.mixed.opt.step

@@ -13,6 +13,7 @@ import copy
 import math
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -415,31 +416,6 @@ class ByHand(Plain):
             self.opt.load_state_dict(state)
 
 
-class Interrupt:
-    """Raise KeyboardInterrupt at the given line that runs in the step's modules, once."""
-
-    def __init__(self, at):
-        self.left, self.files = at, inside.files_of_a_step()
-
-    def __enter__(self):
-        self.before = sys.gettrace()
-        sys.settrace(self)
-
-    def __exit__(self, error, *_):
-        sys.settrace(self.before)
-        return error is KeyboardInterrupt
-
-    def __call__(self, frame, event, arg):
-        """Count lines."""
-        if frame.f_code.co_filename not in self.files:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-
 # The laws, whoever trains
 
 
@@ -726,7 +702,7 @@ class StepLaws(Laws):
         if verb == "step" and not (self.stage == "ready" and self.is_fine and self.is_finite()):
             return
         before = self.twin.model_state()
-        with Interrupt(line):
+        with suppress(KeyboardInterrupt), inside.Interrupt(line):
             getattr(self.mine, verb)()
         if verb == "step":
             self.twin.step()
@@ -858,7 +834,7 @@ class HandLaws(Laws):
         if verb != "zero_grad" and not (is_ready and self.is_finite()):
             return
         before = self.twin.model_state()
-        with Interrupt(line):
+        with suppress(KeyboardInterrupt), inside.Interrupt(line):
             getattr(self.mine, verb)()
         if verb == "step_or_skip":
             self.twin.step_or_skip()

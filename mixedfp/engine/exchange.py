@@ -81,7 +81,7 @@ def copies(
     params: list[Tensor] = [p for u in buckets for p in u.params]
     return params, [w for u in buckets for w in u.weights]
 
-# %% ../../nbs/engine/14_exchange.ipynb #387cb3f0
+# %% ../../nbs/engine/14_exchange.ipynb #494cd197
 def _signature(p, state):
     "What must be equal for parameters to share a bucket: the keys of their state, and its numbers."
     return [(k, _kind(v, p)) for k, v in sorted(state.items())]
@@ -107,7 +107,7 @@ def _rename_inner_states(core, names):
             state = {names.get(p, p): s for p, s in inner.state.items()}
             inner.state = defaultdict(dict, state)
 
-
+# %% ../../nbs/engine/14_exchange.ipynb #387cb3f0
 class ParamExchange:
     "Lends an optimizer the masters for a step; for all else it has the model's parameters."
 
@@ -145,58 +145,64 @@ class ParamExchange:
         "Have the masters lie as the optimizer's groups want it."
         self.masters.lay_out([list(ps) for ps in param_lists(core_of(self.opt))], self)
 
-    def lend(self) -> Lent:
-        "Hand the optimizer the masters of all parameters that have a gradient."
-        self.reclaim()
-        core, masters = core_of(self.opt), self.masters
-        lists = [list(ps) for ps in param_lists(core)]
-        state = self._fold_slow_weights(lists, core.state)
-        masters.lay_out(lists, self)
-        groups = [
-            masters.buckets(i, ps, lambda p: _signature(p, state.get(p, {})), self, self.every)
-            for i, ps in enumerate(lists)
-        ]
-        buckets = [u for group in groups for u in group]
-        held = {p for u in buckets for p in u.params}
-        joined = {u.master: u.join([state.get(p, {}) for p in u.params]) for u in buckets}
-        self.lent = Lent(
-            groups,
-            Own(save_lists(core), core.state, vars(self.opt).get("slow_weights")),
-            rest={p: s for p, s in state.items() if p not in held},
-            others=[p for ps in lists for p in ps if p not in held],
-        )
-        masters_of_groups = [[u.master for u in group] for group in groups]
-        slow = self._unfold_slow_weights(masters_of_groups, joined)
-        _rename_inner_states(core, {p: u.master for u in buckets for p in u.params})
-        set_lists(core, masters_of_groups)
-        self._set_slow_weights(slow)
-        core.state = defaultdict(dict, joined | _of_nobody(state))  # last: see `reclaim`
-        return self.lent
+# %% ../../nbs/engine/14_exchange.ipynb #eaec65c5
+@patch
+def lend(self: ParamExchange) -> Lent:
+    "Hand the optimizer the masters of all parameters that have a gradient."
+    self.reclaim()
+    core, masters = core_of(self.opt), self.masters
+    lists = [list(ps) for ps in param_lists(core)]
+    state = self._fold_slow_weights(lists, core.state)
+    masters.lay_out(lists, self)
+    groups = [
+        masters.buckets(i, ps, lambda p: _signature(p, state.get(p, {})), self, self.every)
+        for i, ps in enumerate(lists)
+    ]
+    buckets = [u for group in groups for u in group]
+    held = {p for u in buckets for p in u.params}
+    joined = {u.master: u.join([state.get(p, {}) for p in u.params]) for u in buckets}
+    self.lent = Lent(
+        groups,
+        Own(save_lists(core), core.state, vars(self.opt).get("slow_weights")),
+        rest={p: s for p, s in state.items() if p not in held},
+        others=[p for ps in lists for p in ps if p not in held],
+    )
+    masters_of_groups = [[u.master for u in group] for group in groups]
+    slow = self._unfold_slow_weights(masters_of_groups, joined)
+    _rename_inner_states(core, {p: u.master for u in buckets for p in u.params})
+    set_lists(core, masters_of_groups)
+    self._set_slow_weights(slow)
+    core.state = defaultdict(dict, joined | _of_nobody(state))  # last: see `reclaim`
+    return self.lent
 
-    def reclaim(self) -> None:
-        "Hand the optimizer the model's parameters, each with its own state."
-        lent = self.lent
-        if lent is None:
-            return
-        core = core_of(self.opt)
-        if core.state is not lent.own.state:  # else an interrupt came, here or in `lend`
-            lent = self.lent = replace(lent, own=self._own_of(lent, core))
-        core.state = lent.own.state  # first: it says that all else is known
-        self._set_slow_weights(lent.own.slow_weights)
-        set_lists(core, lent.own.lists)
-        _rename_inner_states(core, {u.master: p for u in lent.buckets for p in u.params})
-        self.lent = None
 
-    def _own_of(self, lent, core):
-        "What is the optimizer's own by now: the masters' states, taken apart."
-        lists = [[u.master for u in group] for group in lent.groups]
-        now = self._fold_slow_weights(lists, core.state)
-        state = lent.rest | _of_nobody(now)
-        for u in lent.buckets:
-            if now.get(u.master):
-                state |= zip(u.params, u.split(now[u.master]), strict=True)
-        slow = self._unfold_slow_weights(lent.own.lists, state)
-        return Own(lent.own.lists, defaultdict(dict, state), slow)
+@patch
+def reclaim(self: ParamExchange) -> None:
+    "Hand the optimizer the model's parameters, each with its own state."
+    lent = self.lent
+    if lent is None:
+        return
+    core = core_of(self.opt)
+    if core.state is not lent.own.state:  # else an interrupt came, here or in `lend`
+        lent = self.lent = replace(lent, own=self._own_of(lent, core))
+    core.state = lent.own.state  # first: it says that all else is known
+    self._set_slow_weights(lent.own.slow_weights)
+    set_lists(core, lent.own.lists)
+    _rename_inner_states(core, {u.master: p for u in lent.buckets for p in u.params})
+    self.lent = None
+
+
+@patch
+def _own_of(self: ParamExchange, lent, core):
+    "What is the optimizer's own by now: the masters' states, taken apart."
+    lists = [[u.master for u in group] for group in lent.groups]
+    now = self._fold_slow_weights(lists, core.state)
+    state = lent.rest | _of_nobody(now)
+    for u in lent.buckets:
+        if now.get(u.master):
+            state |= zip(u.params, u.split(now[u.master]), strict=True)
+    slow = self._unfold_slow_weights(lent.own.lists, state)
+    return Own(lent.own.lists, defaultdict(dict, state), slow)
 
 # %% ../../nbs/engine/14_exchange.ipynb #8a47e7a7
 @patch

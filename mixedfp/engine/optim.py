@@ -128,7 +128,7 @@ class OptimizerOnMasters:
         self.detach()
         return vars(self)
 
-
+# %% ../../nbs/engine/17_optim.ipynb #199db8aa
 class HeldMasters:
     "The masters that an `OptimizerOnMasters` holds, as a `GradScaler` wants to see an optimizer."
 
