@@ -32,7 +32,9 @@ def test_layerwise_optimizers_are_plain_fastai(opt):
 def test_the_comparison_can_fail(case):
     """Each way to train moves the weights; else the above would hold for a fit of nothing."""
     with torch.random.fork_rng(devices=[]):
-        before = weights(make_learner(model=MODELS[case.model]))
+        learn = make_learner(model=MODELS[case.model])
+    learn.model.to(learn.dls.device)
+    before = weights(learn)
     moved = [not torch.equal(v, before[k]) for k, v in train(case)["weights"].items()]
     assert sum(moved) >= 6
 

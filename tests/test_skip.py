@@ -352,6 +352,7 @@ def test_max_skips_holds_for_a_constant_scale():
 def test_a_hopeless_fit_of_its_own_callback_leaves_32_bits():
     """With `cbs=` the error comes out of the fit, and the model is back in 32 bits, unharmed."""
     learn = make_learner()
+    learn.model.to(learn.dls.device)
     before = weights(learn)
     bad = Do("before_batch", overflow, order=0)
     with pytest.raises(MixedPrecisionError):

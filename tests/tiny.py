@@ -1,6 +1,7 @@
-"""Tiny learners for the tests of the fastai callback: seeded, silent, on the CPU, quick."""
+"""Tiny learners for the tests of the fastai callback: seeded, silent, quick."""
 
 import copy
+import os
 import warnings
 from functools import cache, partial
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from torch import nn
 
 from mixedfp.callback import MixedPrecision
 
+DEVICE = os.environ.get("MIXEDFP_TEST_DEVICE", "cpu")  # of learners; `make test-cuda` sets it
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only be waited for
 
 # Optimizers
@@ -145,7 +147,7 @@ def make_dls(*tensors, n_valid=8, bs=8, n_inp=None):
     """Return `DataLoaders` over the rows of `tensors`, the last `n_valid` for validation."""
     rows = list(zip(*tensors, strict=True))
     dls = DataLoaders.from_dsets(
-        rows[:-n_valid], rows[-n_valid:], bs=bs, shuffle=False, num_workers=0, device="cpu"
+        rows[:-n_valid], rows[-n_valid:], bs=bs, shuffle=False, num_workers=0, device=DEVICE
     )
     if n_inp is not None:
         dls.n_inp = n_inp
@@ -383,7 +385,7 @@ def channels_last(learn):
 def moving_the_model(learn):
     """Say where the model is to be, and in which mode, between fits."""
     learn.fit(1, 0.05, wd=0.5)
-    learn.model.to("cpu").eval()
+    learn.model.to(DEVICE).eval()
     learn.fit(1, 0.05)
 
 

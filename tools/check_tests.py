@@ -54,7 +54,7 @@ def check_file(path: Path) -> Iterator[str]:
     """Say what is wrong in the test or benchmark at `path`."""
     source = path.read_text(encoding="utf-8")
     yield from banned_tests(source)
-    if path.name != "inside.py":
+    if path.name != "inside.py" and path.parent.name != "simulated_cuda":  # of PyTorch alone
         yield from reaches_inside(source)
 
 
