@@ -239,10 +239,19 @@ class MasterOptimizer(Optimizer):
         target.__setattr__(name, value)
 
     @property
+    def takes_verdict(self) -> bool:
+        "Flat, on an accelerator: whether a step is skipped there, and no number is read from it."
+        if not self.masters.flat:
+            return False
+        self._take_grads()
+        return self._on.takes_verdict()
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:  # fused ones unscale, and skip on the device
         known = inspect.signature(self.optimizer.step).parameters
         is_told = unscales_by_itself(self.optimizer)
-        return is_told and "grad_scaler" not in known  # that is how it was done before
+        is_fused = is_told and "grad_scaler" not in known  # that is how it was done before
+        return is_fused or self.takes_verdict
 
     @property
     def _is_loose(self):
@@ -448,9 +457,12 @@ def step(
     self._check_masters()
     evaluate = () if closure is None else (lambda: self._evaluate(closure),)
     on_device = {k: vars(self)[k] for k in ("grad_scale", "found_inf") if k in vars(self)}
-    if "found_inf" in on_device and makes_states(self.optimizer):
-        if on_device["found_inf"].item() > 0:
-            return self.skip()
+    found_inf = on_device.get("found_inf")
+    if found_inf is not None and self.takes_verdict:
+        self._leave_verdict(**on_device)
+        on_device = {}
+    elif found_inf is not None and makes_states(self.optimizer) and found_inf.item() > 0:
+        return self.skip()
     vars(self.optimizer).update(on_device)  # from a scaler, for a fused optimizer
     self._is_busy = self._buffers.is_within_step = True
     try:
@@ -459,12 +471,21 @@ def step(
         self._is_busy = self._buffers.is_within_step = False
         for k in on_device:
             del vars(self.optimizer)[k]
-        if "found_inf" in on_device:
+        if found_inf is not None:
             self._has_scaler = True
-            self._buffers.snapshot.restore(on_device["found_inf"])
+            self._on.grads.end_verdict()
+            self._buffers.snapshot.restore(found_inf)
         self._see_masters()
     self._end_iteration()  # not after an overflow in the closure: `skip` comes
     return done
+
+
+@patch
+def _leave_verdict(self: MasterOptimizer, found_inf, grad_scale=None):
+    "Leave a skip to the pass; PyTorch's own scaler leaves the division to the optimizer, too."
+    if grad_scale is not None:
+        self._on.grads.multiply(1.0, grad_scale)
+    self._on.grads.leave_verdict(found_inf)
 
 
 @patch

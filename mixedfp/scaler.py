@@ -302,7 +302,8 @@ def _unscale_grads_(self: LossScaler, optimizer, inv_scale, found_inf, allow_fp1
     "All checks pass through here: PyTorch calls it from `unscale_`, and for fused optimizers."
     if self.layers is not None and self.layers.is_scaling and self.n_scaled:
         self.layers.unscale()
-    self._per_optimizer_states[id(optimizer)]["optimizer"] = optimizer
+    known = self._per_optimizer_states[id(optimizer)]
+    known["optimizer"], known["inv_scale"] = optimizer, inv_scale
     params, refused = [], []
     for i, group in enumerate(optimizer.param_groups):
         for j, p in enumerate(group["params"]):
@@ -384,10 +385,12 @@ def is_checked(self: LossScaler, optimizer: torch.optim.Optimizer) -> bool:
 
 
 @patch
-def inverse_scale(self: LossScaler) -> torch.Tensor:  # (), float32
-    "What `unscale_` multiplies gradients with."
-    scale = self._scale if self._iteration is None else self._iteration.scale
-    return scale.double().reciprocal().float()
+def inverse_scale(
+    self: LossScaler,
+    optimizer: torch.optim.Optimizer,  # after `unscale_`
+) -> torch.Tensor:  # (), float32
+    "What `unscale_` has multiplied its gradients with."
+    return self._per_optimizer_states[id(optimizer)]["inv_scale"]
 
 
 @patch
@@ -434,12 +437,15 @@ def step(
         return True if done is None else done
     if hasattr(optimizer, "expect_skips"):
         optimizer.expect_skips()
+    takes_verdict = getattr(optimizer, "takes_verdict", False)
+    if takes_verdict:  # of true gradients
+        self.unscale_(optimizer)
     closure = kwargs.get("closure", args[0] if args else None)
     if callable(closure):
         return self._step_with(closure, optimizer)
     is_fused = unscales_by_itself(optimizer)
     with self._at_scale_of(optimizer):
-        if is_fused and self._has_to_be_read(optimizer):
+        if is_fused and not takes_verdict and self._has_to_be_read(optimizer):
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
             done = self._skip(optimizer)
         else:
@@ -563,6 +569,8 @@ def _found_in(self: LossScaler, states):
     if all("nonfinite" in state for state in states):
         return any(state["nonfinite"] for state in states)
     found = [v for state in states for v in state["found_inf_per_device"].values()]
+    if len(found) == 1:
+        return found[0].to(self._scale.device) > 0
     return torch.stack([v.to(self._scale.device) for v in found]).amax() > 0
 
 

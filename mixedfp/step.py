@@ -360,7 +360,7 @@ def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip
     self.scaler.unscale_(self.opt.held)
     on_device = self._decides_on_device()
     found = self.scaler.found_on_device(self.opt.held) if on_device else None
-    inv_scale = self.scaler.inverse_scale() if self.opt.iteration.deferred else None
+    inv_scale = self.scaler.inverse_scale(self.opt.held) if self.opt.iteration.deferred else None
     self.opt.grads.are_unscaled(inv_scale, found)
     return on_device or not self.scaler.found_nonfinite(self.opt.held)
 

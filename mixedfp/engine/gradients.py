@@ -221,6 +221,15 @@ def fill_zeros(
 
 
 @patch
+def leave_verdict(
+    self: GradStore,
+    found_inf: Tensor,  # (), above 0: the step is to be none
+) -> None:
+    "A scaler has divided true gradients and looked at them: only the device knows what it saw."
+    self._become(found_inf=found_inf)
+
+
+@patch
 def undo_scale(self: GradStore) -> None:
     "Nothing comes after this backward pass: gradients are to be those of the true loss."
     self.materialize()

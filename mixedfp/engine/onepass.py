@@ -135,7 +135,7 @@ def min_max(
                 self.gathered[s] = grad
             found += torch.aminmax(grad)
     dtype = max((u.master.dtype for u in buckets), key=lambda dtype: dtype.itemsize)
-    return torch.stack([x.to(dtype) for x in found])
+    return torch.stack(found).to(dtype)
 
 
 @patch
@@ -358,7 +358,8 @@ def _on_host(found):
     event.record()
 
     def read():
-        event.synchronize()  # not the stream, where the next backward pass is running by now
+        if not event.query():  # as good as ever: the step before has ended by now
+            event.synchronize()  # not the stream, where the next backward pass is running
         return host.item()
 
     return read

@@ -336,8 +336,19 @@ def step(
 def _passed(self: OptimizerOnMasters):
     "The buckets to be stepped in a pass; all or none where only the device knows of an overflow."
     large = self._large() if self._may_pass() else []
-    is_whole = len(large) == len(self.lent.buckets)
-    return large if is_whole or self.iteration.found_inf is None else []
+    return large if self._are_all(large) or self.iteration.found_inf is None else []
+
+
+@patch
+def _are_all(self: OptimizerOnMasters, large):
+    return len(large) == sum(u.params[0].grad is not None for u in self.lent.buckets)
+
+
+@patch
+def takes_verdict(self: OptimizerOnMasters) -> bool:
+    "Whether a pass on an accelerator steps all that has a gradient: nobody has to read a verdict."
+    large = self._large() if self._may_pass() else []
+    return bool(large) and large[0].master.device.type != "cpu" and self._are_all(large)
 
 
 @patch

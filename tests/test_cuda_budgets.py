@@ -1,0 +1,178 @@
+"""What a step may cost on a GPU, counted on a simulated one: waits, launches, copies.
+
+Run by `make test-cuda`: the simulated GPU has to be there before anything imports torch.
+"""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+if "simulated_cuda.device" not in sys.modules:
+    pytest.skip("needs -p simulated_cuda.plugin, see make test-cuda", allow_module_level=True)
+
+from fastai.callback.training import GradientAccumulation, GradientClip
+from simulated_cuda.device import counts
+from simulated_cuda.steps import OPTIMIZERS, by_hand, in_a_learner, net
+
+from mixedfp.checkpoint import Checkpoint
+from mixedfp.optimizer import with_masters
+from mixedfp.scaler import LossScaler
+from mixedfp.testing import assert_same
+
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+BY_HAND = {
+    "plain": {},
+    "accumulating": {"n_batches": 3},
+    "clipping": {"clip": 0.1},
+    "skipping": {"skips": True},
+}
+IN_A_LEARNER = {
+    "plain": lambda: [],
+    "accumulating": lambda: [GradientAccumulation(40)],  # a step in five batches, the counted one
+    "clipping": lambda: [GradientClip(0.1)],
+    "saving": lambda: [Checkpoint("budget")],
+}
+
+
+# Controls: the counters count
+
+
+def test_a_number_that_is_read_is_a_wait():
+    before = counts()
+    torch.ones((), device="cuda").item()
+    assert (counts() - before).waits == 1
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+def test_a_copy_from_memory_that_is_not_pinned_is_told_from_one_that_is(pinned):
+    vector = torch.ones(8)
+    if pinned:
+        vector = vector.pin_memory()
+    before = counts()
+    there = vector.to("cuda", non_blocking=True)
+    done = counts() - before
+    assert (done.copies, done.pageable_copies) == (1, int(not pinned))
+    assert there.tolist() == [1] * 8
+
+
+def test_memory_that_nobody_has_written_is_nan():
+    assert torch.empty(3, device="cuda").isnan().all()
+
+
+def test_a_foreach_kernel_is_one_launch():
+    tensors = [torch.ones(4, device="cuda") for _ in range(5)]
+    before = counts()
+    torch._foreach_add_(tensors, 1.0)
+    assert (counts() - before).launches == 1
+
+
+def test_tensors_on_two_devices_are_refused():
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, 2, device="cuda") @ torch.ones(2, 2)
+
+
+# Waits and copies
+
+
+@pytest.mark.parametrize("event", BY_HAND)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@FLAT
+@HALF
+def test_a_step_by_hand_waits_for_nothing(dtype, flat, name, event):
+    """Only the verdict on float16 gradients is read, as by `GradScaler`: flat not even that."""
+    cost = by_hand(OPTIMIZERS[name], dtype, flat, **BY_HAND[event])
+    reads = dtype == torch.float16 and not flat and "fused" not in name
+    assert cost.after_backward.waits == int(reads)
+    assert cost.after_backward.pageable_copies == 0
+    plain = by_hand(OPTIMIZERS[name], None, **BY_HAND[event])
+    assert cost.whole.waits == plain.whole.waits + int(reads)
+    assert cost.whole.pageable_copies == plain.whole.pageable_copies
+
+
+@pytest.mark.parametrize("event", IN_A_LEARNER)
+@pytest.mark.parametrize("name", ["sgd", "adam", "torch_adamw"])
+@FLAT
+@HALF
+def test_a_learner_waits_for_nothing_that_fastai_does_not_wait_for(
+    dtype, flat, name, event, tmp_path, monkeypatch
+):
+    """But for the verdict, where masters are not flat, or a callback looks at the gradients."""
+    monkeypatch.chdir(tmp_path)
+    cbs = IN_A_LEARNER[event]
+    plain = in_a_learner(name, None, cbs=cbs() if event != "saving" else [])
+    cost = in_a_learner(name, dtype, flat, cbs=cbs())
+    is_watched = event in ("accumulating", "clipping")
+    reads = dtype == torch.float16 and (not flat or is_watched)
+    assert cost.whole.waits == plain.whole.waits + int(reads)
+    assert cost.whole.pageable_copies == plain.whole.pageable_copies
+
+
+@pytest.mark.parametrize("scales", [{"0": 16.0}, "auto"], ids=["given", "auto"])
+@FLAT
+def test_scales_of_layers_are_read_together(flat, scales):
+    """One wait for all layers, one for the step."""
+    plain = in_a_learner("adam", None)
+    cost = in_a_learner("adam", torch.float16, flat, layer_scales=scales)
+    assert cost.whole.waits == plain.whole.waits + 2
+
+
+# Launches
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "torch_adamw"])
+@HALF
+def test_a_flat_step_has_as_many_launches_for_any_number_of_layers(dtype, name):
+    few, many = (in_a_learner(name, dtype, True, model=net(n_layers=n)) for n in (2, 12))
+    assert few.after_backward.launches == many.after_backward.launches
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@HALF
+def test_masters_of_each_parameter_cost_few_launches_more_than_foreach(dtype, name):
+    """One to write the model; in float16 the scaler's: the scale, the check, the new scale."""
+    model = net(n_layers=12)
+    plain = by_hand(OPTIMIZERS[name], None, model=model).after_backward
+    cost = by_hand(OPTIMIZERS[name], dtype, model=model).after_backward
+    more = {torch.bfloat16: 1, torch.float16: 11}[dtype]
+    assert cost.launches <= plain.launches + more
+
+
+# The verdict that nobody reads
+
+
+@pytest.mark.parametrize("with_scaler_of", ["us", "torch"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_flat_vectors_that_skip_on_the_device_have_the_bits_of_masters_for_each(
+    name, with_scaler_of
+):
+    """Losses overflow in the first steps and in the middle; a schedule and norms go along."""
+    results = []
+    for flat in (False, True):
+        model = net()
+        if with_scaler_of == "us":  # torch's tells nobody of a skip: statistics have moved
+            model.append(nn.BatchNorm1d(2).cuda())
+        opt = OPTIMIZERS[name](list(model.parameters()))
+        model, opt = with_masters(model, opt, flat_master=flat)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+        kind = LossScaler if with_scaler_of == "us" else torch.amp.GradScaler
+        scaler = kind("cuda", init_scale=2.0**13, growth_interval=4)
+        rng, told = torch.Generator().manual_seed(0), []
+        for i in range(12):
+            x = torch.randn(16, 12, generator=rng).cuda()
+            y = torch.randint(0, 2, (16,), generator=rng).cuda()
+            loss = nn.functional.cross_entropy(model(x), y) * (float("inf") if i == 8 else 64)
+            scaler.scale(loss).backward()
+            told.append(scaler.step(opt))
+            scaler.update()
+            schedule.step()
+            opt.zero_grad()
+        paths, state = opt.update_paths(), opt.state_dict()["state"]
+        results.append((dict(model.state_dict()), state, scaler.get_scale()))
+        if flat:
+            assert told == [None] * 12 and paths.keys() == {"in chunks"}
+        elif with_scaler_of == "us":
+            assert told.count(False) >= 3 and told.count(True) >= 5
+    assert_same(results[0], results[1])
