@@ -7,6 +7,7 @@ The GPU is there, loaded before anything imports torch, and nobody has asked for
 
 import contextlib
 import os
+import zlib
 
 import pytest
 
@@ -22,6 +23,15 @@ def pytest_addoption(parser):
     """Say where tests make their models and data."""
     parser.addoption("--learners-on-cuda", action="store_true", help="learners train on the GPU")
     parser.addoption("--default-cuda", action="store_true", help="the GPU is the default device")
+
+
+    parser.addoption("--one-in", type=int, default=1, help="of so many tests, always the same one")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave a part of the tests, spread over all files."""
+    n = config.getoption("--one-in")
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % n == 0]
 
 
 def pytest_configure(config):
