@@ -1,11 +1,12 @@
 """Flat masters give the bits of masters one by one, and only optimizers that can are taken."""
 
 import warnings
+from functools import partial
 
 import inside
 import pytest
 import torch
-from fastai.optimizer import Larc
+from fastai.optimizer import Adam, Larc, Optimizer
 from tiny import (
     CASES,
     ELEMENTWISE,
@@ -125,8 +126,8 @@ def test_a_learning_rate_that_is_a_tensor_is_taken():
 # Which optimizers are element-wise
 
 
-def optimizer(make):
-    return make([[nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2))]], lr=0.1)
+def optimizer(make, lr=0.1):
+    return make([[nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2))]], lr=lr)
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *TORCH, *FUSED])
@@ -155,6 +156,50 @@ def test_a_rate_that_is_clipped_now_need_not_be_later():
         return Larc(params, lr=lr, trust_coeff=100.0)
 
     assert not is_elementwise(optimizer(larc))
+
+
+def test_a_kind_of_optimizer_is_tried_once(monkeypatch):
+    """Of torch's and fastai's own: the second is as the first, whatever its rate and weights."""
+    trials, adam = inside.count_trials(monkeypatch), partial(torch_optimizer, torch.optim.Adam)
+    for make in (Adam, adam(), torch_optimizer(torch.optim.SGD)):
+        for lr in (0.1, 0.2):
+            assert is_elementwise(optimizer(make, lr))
+    assert len(trials) == 3
+    others = [adam(eps=1e-3), adam(betas=(0.8, 0.9)), adam(foreach=True)]
+    for make in (*others, partial(Adam, decouple_wd=False), partial(Adam, eps=1e-3)):
+        assert is_elementwise(optimizer(make))
+    assert len(trials) == 8
+    make_learner("radam").to_fp16(flat_master=True).fit(1)
+    assert len(trials) == 9  # to_fp16 asks, and fit
+
+
+def test_what_may_have_changed_is_tried_again(monkeypatch):
+    """Code that is not torch's or fastai's, an optimizer that has moments, a refusal."""
+    trials, is_on = inside.count_trials(monkeypatch), False
+
+    class PerLayer(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"] if is_on else []:
+                p.grad /= p.grad.norm()
+            super().step(closure)
+
+    def per_layer_step(p, lr, **kwargs):
+        p.data.add_(p.grad / (p.grad.norm() if is_on else 1.0), alpha=-lr)
+
+    for make in (torch_optimizer(PerLayer), partial(Optimizer, cbs=[per_layer_step])):
+        opt = optimizer(make)
+        for is_on in (False, True, False):
+            assert is_elementwise(opt) != is_on
+    assert len(trials) == 6
+    opt = optimizer(Adam)
+    for p in opt.all_params().itemgot(0):
+        p.grad = torch.ones_like(p)
+    assert is_elementwise(opt)
+    opt.step()
+    assert is_elementwise(opt) and is_elementwise(opt)
+    assert len(trials) == 9
+    assert not any(is_elementwise(optimizer(Larc)) for _ in range(2))
+    assert len(trials) == 11
 
 
 def test_trying_an_optimizer_changes_nothing():
