@@ -26,6 +26,7 @@ from torch import nn
 
 from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
+from mixedfp.optimizer import with_masters
 from mixedfp.step import is_elementwise
 from mixedfp.testing import assert_same, ulp_distance
 
@@ -354,3 +355,26 @@ def test_masters_in_one_vector_cost_no_more():
             for m in masters.values()
         }
         assert sum(storages.values()) == 4 * sum(p.numel() for p in learn.model.parameters())
+
+
+def test_masters_have_the_strides_of_their_parameters():
+    """In dimensions of size 1 as well: who compares strides would lay the vector out anew."""
+    model = nn.Linear(3, 2)
+    model.odd = nn.Parameter(torch.randn(6).as_strided((3, 1, 2), (2, 99, 1)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, opt = with_masters(model, sgd, flat_master=True)
+    masters_of = inside.masters_by_param(opt)
+    assert {m.stride() for m in masters_of.values()} >= {(2, 99, 1)}
+    assert all(m.stride() == p.stride() for p, m in masters_of.items())
+
+
+def test_states_that_lie_one_after_the_other_by_chance_are_joined():
+    """They are neighbors in memory, and parts of no common storage."""
+    memory = bytearray(32)
+    states = [torch.frombuffer(memory, dtype=torch.float32, count=4, offset=i) for i in (0, 16)]
+    states[1].fill_(1.0)
+    params = [nn.Parameter(torch.zeros(4)) for _ in states]
+    vector = torch.zeros(8)
+    bucket = inside.Bucket(params, vector, list(vector.split(4)))
+    joined = bucket.join([{"moment": state} for state in states])["moment"]
+    assert_same(joined, torch.tensor([0.0] * 4 + [1.0] * 4))
