@@ -5,6 +5,7 @@
 # make readme       README.md from index.ipynb
 # make notebooks    run every notebook and keep the outputs
 # make lint types   the quick checks; pyright
+# make environments for the three of make test, test-latest and test-oldest; with -j3 at once
 # make clean        take away the environments and what was built
 
 PYTHON ?= python3
@@ -31,6 +32,7 @@ OF_FASTAI := $(call whole,fastai_callbacks resume bad_input examples defects fau
     files_go_from_precision_to_precision) \
   $(call part,callback,what_callbacks_see outputs_keep_their_type an_exception_in_any_event \
     an_interruption_inside cancelled_batches export_and_load predicting_within_a_fit) \
+  $(call part,compare,command_trains_prints_and_writes compare_leaves_global_torch_settings_alone) \
   $(call part,checkpoints,plain_fastai_reads_the_file a_file_of_plain_fastai_is_read \
     loading_in_any_event_is_plain_fastais a_refused_file_changes_nothing) \
   'tests/test_random_programs.py::test_with_fastai[0]'
@@ -54,13 +56,13 @@ OF_TORCH := $(call whole,torch_private scaler_canary state_machine onepass scale
   'tests/test_random_programs.py::test_by_hand[0]'
 # pages that call fastai, and the engine's that look into torch's optimizers
 ELSEWHERE := index.ipynb $(addprefix nbs/,10_callback.ipynb 12_skorch.ipynb 13_checkpoint.ipynb \
-  20_examples.ipynb 21_compare.ipynb 30_all.ipynb engine/08_forward.ipynb engine/10_recorder.ipynb \
+  20_examples.ipynb 30_all.ipynb engine/08_forward.ipynb engine/10_recorder.ipynb \
   engine/11_optim_access.ipynb engine/12_onepass.ipynb engine/13_elementwise.ipynb)
 # A worker that is done takes what another one has not begun: files stay together until then, and
 # what the tests of a file share is made once.
 PYTEST := pytest -q -n $(WORKERS) --dist worksteal --callback-table=check
 
-.PHONY: demo test test-latest test-oldest readme notebooks lint types clean
+.PHONY: demo test test-latest test-oldest environments readme notebooks lint types clean
 
 # A shell of our own choice: make then looks for programs on the path set here, in every version.
 SHELL := /bin/bash
@@ -111,7 +113,12 @@ clean:
 # What runs tests and notebooks where there is no nbdev.
 TESTERS := pytest pytest-xdist hypothesis nbconvert ipykernel nbformat
 
+# A file is compiled when it is first imported: most of the 20,000 that are installed never are.
+PIP := -m pip install -qq --no-compile
+
 # A stamp in each environment says what was installed, so that the second time is quick.
+environments: .venv/.dev .venv-latest/.installed-$(TODAY) .venv-oldest/.installed
+
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
@@ -123,21 +130,21 @@ TESTERS := pytest pytest-xdist hypothesis nbconvert ipykernel nbformat
 
 .venv/.user: $(INSTALL_FROM) | .venv/bin/python
 	@echo "installing mixedfp into .venv: a few minutes the first time"
-	.venv/bin/python -m pip install -qq -e .
+	.venv/bin/python $(PIP) -e .
 	@touch $@
 
 .venv/.dev: $(INSTALL_FROM) | .venv/bin/python
 	@echo "installing mixedfp and its development tools into .venv: a few minutes the first time"
-	.venv/bin/python -m pip install -qq -e '.[dev]'
+	.venv/bin/python $(PIP) -e '.[dev]'
 	@touch $@
 
 .venv-latest/.installed-$(TODAY): $(INSTALL_FROM) | .venv-latest/bin/python
 	@echo "installing today's newest packages into .venv-latest: a few minutes the first time"
-	.venv-latest/bin/python -m pip install -qq -U --upgrade-strategy eager -e '.[skorch]' $(TESTERS)
+	.venv-latest/bin/python $(PIP) -U --upgrade-strategy eager -e '.[skorch]' $(TESTERS)
 	@touch $@
 
 # pip finds the torchvision that goes with it
 .venv-oldest/.installed: $(INSTALL_FROM) | .venv-oldest/bin/python
 	@echo "installing PyTorch $(OLDEST) into .venv-oldest: a few minutes the first time"
-	.venv-oldest/bin/python -m pip install -qq -e '.[skorch]' 'torch==$(OLDEST).*' $(TESTERS)
+	.venv-oldest/bin/python $(PIP) -e '.[skorch]' 'torch==$(OLDEST).*' $(TESTERS)
 	@touch $@

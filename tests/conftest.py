@@ -1,5 +1,6 @@
 """What all tests share: seeds, threads, and the way to the pictures."""
 
+import gc
 import os
 import random
 import sys
@@ -21,6 +22,17 @@ settings.register_profile("mixedfp", deadline=None, derandomize=True)
 settings.load_profile("mixedfp")
 
 
+def pytest_collection_finish():
+    """Let the garbage collector look at what the tests make, and no more at all that is loaded."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """Let it see all again: some libraries count at the end what is left of them."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds():
     """Every test starts from the same random numbers, whatever ran before it."""
@@ -38,13 +50,3 @@ def cifar10_path() -> Path:
     if not (Path(path) / "train").is_dir():
         pytest.fail(f"CIFAR10_PATH={path} has no folder `train`; it names the folder that does")
     return Path(path)
-
-
-@pytest.fixture(scope="module")
-def trials_are_remembered():
-    """In a file that is not about flat masters: each kind of optimizer is tried once."""
-    import inside  # here, not above: most of the library, before a test may look at its import
-
-    with pytest.MonkeyPatch.context() as patch:
-        inside.remember_trials(patch)
-        yield

@@ -11,7 +11,7 @@ import pickle
 from typing import NamedTuple
 
 import torch
-from programs import Net, random_groups, random_net, vectors_are_large
+from programs import Net, plain_run, random_groups, random_net, vectors_are_large
 from tiny import plain
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -649,7 +649,7 @@ def check_by_hand(program, law):
     if flat and not program.flat:
         return None
     try:
-        expected = program.run()
+        expected = plain_run(program)
     except Exception as e:
         return INVALID.append(f"{type(e).__name__}: {e}")
     with vectors_are_large(program.large, program.cut):

@@ -21,7 +21,7 @@ from fastai.callback.core import (
     CancelTrainException,
 )
 from fastai.callback.training import GradientAccumulation, GradientClip
-from programs import Net, random_groups, random_net, vectors_are_large
+from programs import Net, plain_run, random_groups, random_net, vectors_are_large
 from tiny import ELEMENTWISE, LAYERWISE, make_dls, make_learner, opt_state, plain, weights
 
 from mixedfp.callback import MixedPrecision
@@ -509,7 +509,7 @@ def check_with_fastai(program, law):
     if flat and program.opt in LAYERWISE:
         return None
     try:
-        expected = program.run()
+        expected = plain_run(program)
     except Exception as e:
         return INVALID.append(f"{type(e).__name__}: {e}")
     with vectors_are_large(program.large, program.cut):

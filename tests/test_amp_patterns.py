@@ -22,8 +22,6 @@ from mixedfp.optimizer import MasterOptimizer, with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 # Ways to train a model
 
 

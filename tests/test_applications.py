@@ -66,10 +66,7 @@ from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("trials_are_remembered"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def seed(n=0):
@@ -77,22 +74,6 @@ def seed(n=0):
     random.seed(n)
     np.random.seed(n)
     torch.manual_seed(n)
-
-
-def assert_bits(found, expected, name="value"):
-    """Call `assert_same` where bytes differ: it says where, and takes its time."""
-    if as_bytes(found) != as_bytes(expected):
-        assert_same(found, expected, name=name)
-
-
-def as_bytes(o):
-    """Return `o` with its tensors as their dtypes, shapes and bytes."""
-    if isinstance(o, torch.Tensor):
-        memory = o.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return type(o), o.dtype, o.shape, memory.tobytes()
-    if isinstance(o, dict):
-        return {k: as_bytes(v) for k, v in o.items()}
-    return (type(o), *map(as_bytes, o)) if isinstance(o, list | tuple) else o
 
 
 # Data: made by numbers, written to files where fastai reads files
@@ -548,11 +529,11 @@ def test_in_32_bits_it_is_plain_fastai_bit_for_bit(name, precision, root):
     """Losses, metrics, weights, moments and predictions: masters and casts add no logic."""
     only_flat_if_large(name, precision)
     found, expected = trained(name, precision, root), trained(name, "plain", root)
-    assert_bits(found.losses, expected.losses, name="losses")
-    assert_bits(found.values, expected.values, name="values")
-    assert_bits(found.weights, expected.weights, name="weights")
-    assert_bits(found.opt, expected.opt, name="opt")
-    assert_bits(found.preds, expected.preds, name="preds")
+    assert_same(found.losses, expected.losses, name="losses")
+    assert_same(found.values, expected.values, name="values")
+    assert_same(found.weights, expected.weights, name="weights")
+    assert_same(found.opt, expected.opt, name="opt")
+    assert_same(found.preds, expected.preds, name="preds")
 
 
 @EACH
@@ -561,7 +542,7 @@ def test_flat_masters_give_the_bits_of_single_ones(name, half, root):
     only_flat_if_large(name, half)
     found, expected = trained(name, half + "_flat", root), trained(name, half, root)
     for field in ("losses", "values", "weights", "opt", "preds", "dtypes", "masters"):
-        assert_bits(getattr(found, field), getattr(expected, field), name=field)
+        assert_same(getattr(found, field), getattr(expected, field), name=field)
 
 
 @EACH
@@ -626,18 +607,18 @@ def test_files_go_from_precision_to_precision(name, root):
     plain, other = make(name, root), make(name, root, "bf16")
     for one in (plain, other):
         one.load(name, with_opt=True)
-        assert_bits(weights(one), weights(learn))
-        assert_bits(opt_state(one), opt_state(learn))
-    assert_bits(masters(other), masters(learn))
+        assert_same(weights(one), weights(learn))
+        assert_same(opt_state(one), opt_state(learn))
+    assert_same(masters(other), masters(learn))
     plain.opt.clear_state()
     plain.save(name)
     learn.load(name)
-    assert_bits(opt_state(learn), opt_state(plain))
+    assert_same(opt_state(learn), opt_state(plain))
     near = predictions(learn, name)
     learn.to_fp32()
     assert {p.dtype for p in learn.model.parameters()} == {torch.float32}
     exact = predictions(learn, name)
-    assert_bits(exact, predictions(plain, name))
+    assert_same(exact, predictions(plain, name))
     if exact is not None:
         torch.testing.assert_close(vector(near), vector(exact), rtol=0.02, atol=0.02)
     losses = []
@@ -656,11 +637,11 @@ def test_an_exported_learner_is_plain_and_in_32_bits(name, root):
     APPS[name].train(learn)
     state, expected = opt_state(learn), weights(learn)
     export(learn)
-    assert_bits(opt_state(learn), state)
+    assert_same(opt_state(learn), state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fastai's, of pickles from strangers
         loaded = silent(load_learner(root / "export.pkl"))
-    assert_bits(weights(loaded), expected)
+    assert_same(weights(loaded), expected)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
     learn.fit(1, 1e-3)  # the exported one goes on
     assert all(torch.isfinite(loss) for loss in learn.recorder.losses)
@@ -706,7 +687,7 @@ def test_what_a_vision_learner_shows(precision, root, no_windows):
     found.plot_top_losses(2)
     (found, _), (expected, _) = (one.tta(n=1) for one in (learn, plain_learn))
     assert found.dtype == torch.float32 and found.shape == expected.shape
-    assert_bits(bits(learn), before)
+    assert_same(bits(learn), before)
 
 
 def test_pictures_are_normalized_in_32_bits(root):
@@ -716,7 +697,7 @@ def test_pictures_are_normalized_in_32_bits(root):
     learn.get_preds()
     batch = learn.dls.valid.one_batch()[0]
     assert batch.dtype == torch.float32 and batch.min() < -1
-    assert_bits(plain(seen[0]), plain(batch.half()))
+    assert_same(plain(seen[0]), plain(batch.half()))
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -774,7 +755,7 @@ def test_tied_weights_stay_tied(precision, root):
         encoder, decoder = learn.model[0].encoder, learn.model[1].decoder
         assert decoder.weight is encoder.weight is learn.model[0].encoder_dp.emb.weight
         state = weights(learn)
-        assert_bits(state["1.decoder.weight"], state["0.encoder.weight"])
+        assert_same(state["1.decoder.weight"], state["0.encoder.weight"])
 
     assert_tied()
     learn.fit(1, 0.01)
@@ -832,7 +813,7 @@ def test_hidden_states_have_the_type_of_the_model(half, root):
     assert hidden_types(learn.model) == {HALVES[half]}
     learn.to_fp32()
     learn.model.eval()
-    assert_bits(learn.model(x)[0], expected)
+    assert_same(learn.model(x)[0], expected)
     assert hidden_types(learn.model) == {torch.float32}
 
 
@@ -891,11 +872,11 @@ def test_an_encoder_goes_from_one_learner_to_another(first, second, root):
     classifier.load_encoder("encoder")
     ours, theirs = weights(classifier), weights(lm)
     for k in saved:
-        assert_bits(ours[f"0.module.{k}"], theirs[f"0.{k}"], name=k)
+        assert_same(ours[f"0.module.{k}"], theirs[f"0.{k}"], name=k)
     classifier.fit(1, 0.01)
     trained_on = weights(classifier)
     for k in saved:
-        assert_bits(trained_on[f"0.module.{k}"], ours[f"0.module.{k}"], name=k)  # frozen
+        assert_same(trained_on[f"0.module.{k}"], ours[f"0.module.{k}"], name=k)  # frozen
     assert not torch.equal(trained_on["1.layers.1.0.weight"], ours["1.layers.1.0.weight"])
 
 
@@ -1034,7 +1015,7 @@ def test_large_targets_are_refused_by_float16_in_words(root):
     before = weights(learn)
     with pytest.raises(MixedPrecisionError, match="skipped.*bfloat16"):
         learn.fit(12, 0.05)
-    assert_bits(weights(learn), before)
+    assert_same(weights(learn), before)
 
 
 # Collaborative filtering
@@ -1086,10 +1067,10 @@ def test_a_gan_is_refused_and_trains_on_in_32_bits(kind, precision, root):
             before = weights(learn)
             with pytest.raises(MixedPrecisionError, match="outside of the model's forward pass"):
                 PRECISIONS[precision](learn)
-            assert_bits(weights(learn), before)
+            assert_same(weights(learn), before)
             assert not any(isinstance(cb, MixedPrecision) for cb in learn.cbs)
             assert not hasattr(learn, "mp_cb")
         seed(1)
         learn.fit(2)
         after.append((weights(learn), opt_state(learn), plain(learn.recorder.losses)))
-    assert_bits(after[1], after[0])
+    assert_same(after[1], after[0])

@@ -49,8 +49,6 @@ from mixedfp.examples import photos
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 HALVES = [torch.float16, torch.bfloat16]
 HALF = pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])

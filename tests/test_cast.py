@@ -252,3 +252,12 @@ def test_a_module_that_stays_in_32_bits_is_rounded_once():
         assert model(x).dtype == dtype
     assert_same(model(x), expected)
     assert len(model[0]._forward_hooks) == len(model[0]._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("pattern", ["first", "second", "second.*"])
+def test_a_module_with_two_names_is_kept_by_either(pattern):
+    model = nn.ModuleDict(dict(first=nn.Linear(2, 2), other=nn.Linear(2, 2)))
+    model["second"] = model["first"]
+    model2half(model, keep_fp32=pattern)
+    assert {p.dtype for p in model["first"].parameters()} == {torch.float32}
+    assert {p.dtype for p in model["other"].parameters()} == {torch.float16}

@@ -34,8 +34,6 @@ from torch import nn
 from mixedfp.callback import MixedPrecision
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 PRECISIONS = {
     "fp32": lambda learn: learn,
     "fp16": lambda learn: learn.to_fp16(growth_interval=3),

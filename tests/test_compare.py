@@ -15,8 +15,6 @@ from mixedfp.command import DEFAULT_PRECISIONS, PRECISIONS, main
 from mixedfp.compare import Result, compare, results_table, save_results
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 QUICK = ["--model", "darknet-small", "--epochs", "1", "--n-train", "128", "--n-valid", "32"]
 QUICK += ["--device", "cpu"]
 

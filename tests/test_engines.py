@@ -22,8 +22,6 @@ schedulefree = pytest.importorskip("schedulefree")
 from mixedfp.optimizer import with_masters  # noqa: E402
 from mixedfp.testing import assert_same  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 NAMES = ["adamw", "schedule_free"]
 OPT = pytest.mark.parametrize("name", NAMES)

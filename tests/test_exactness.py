@@ -7,8 +7,6 @@ from tiny import CASES, LAYERWISE, MODELS, Case, Do, make_learner, train, weight
 from mixedfp.callback import MixedPrecision
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -69,8 +69,6 @@ from torch.nn import functional as F
 from mixedfp.callback import MixedPrecision
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 # Precisions
 
 

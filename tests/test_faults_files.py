@@ -18,6 +18,7 @@ import pytest
 import ranks as ranks_module
 import tiny
 import torch
+from fastai.optimizer import SGD
 from inside import (
     average_over_ranks,
     holds_a_file,
@@ -507,6 +508,15 @@ def test_1_02_a_process_that_ends_is_not_waited_for(how, said, tmp_path):
 
 
 # 3.13: refusals at once
+
+
+def test_3_13_a_refused_file_leaves_the_rate(written):
+    """The file is compared with an optimizer, and fastai takes the rate of one that names it."""
+    learn = make_learner(partial(SGD, lr=0.5), tiny.conv_net, path=written.parents[1]).to_fp16()
+    before = learn.lr
+    with pytest.raises(MixedPrecisionError, match="is of another optimizer"):
+        Checkpoint("run").resume(learn)
+    assert learn.opt is None and learn.lr == before != 0.5
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "", ".", "a/", 3, None, "x" * 300])

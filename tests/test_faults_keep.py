@@ -24,8 +24,6 @@ from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 HALVES = pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])

@@ -576,7 +576,8 @@ def test_2_12_layers_called_by_hand_in_several_threads():
 
         return net.b(in_a_thread(second) + h).pow(2).sum()
 
-    assert_same(*layer_gradients(make_loss))
+    # the first one is new as well: in this one the numbers are high after other tests
+    assert_same(*in_a_thread(lambda: layer_gradients(make_loss)))
 
 
 def test_2_12_forward_passes_of_the_model_in_two_threads():

@@ -969,3 +969,60 @@ def test_5_a_wrapper_of_several_processes_that_is_gone_rounds_nothing():
         assert model.weight.grad.item() == 1 + 15 * 2.0**-9
     finally:
         distributed.destroy_process_group()
+
+
+# Faults that were put in, and that no test saw
+
+
+class CallsItself(nn.Module):
+    """A model whose forward pass makes two more, and keeps nothing of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x, is_inner=False):
+        if not is_inner:
+            for i in range(2):
+                self(x + i, is_inner=True).detach()
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("make", [CallsItself, lambda: nn.Sequential(nn.BatchNorm1d(4))])
+def test_a_skipped_step_restores_the_buffers_where_they_are(make):
+    """To the bits before the whole pass, and in place: others may hold them."""
+    model = make()
+    model, opt = with_masters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = LossScaler("cpu", init_scale=8.0)
+    x = torch.randn(8, 4)
+    held = dict(model.named_buffers())
+    for factor in (1.0, torch.inf, torch.inf):
+        before = {k: b.clone() for k, b in held.items()}
+        opt.zero_grad()
+        scaler.scale(model(x).sum() * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+        now = dict(model.named_buffers())
+        assert all(now[k] is b for k, b in held.items())
+        if factor == torch.inf:
+            assert_same(now, before)
+    assert scaler.skipped == [1, 2]
+
+
+def test_a_scaler_leaves_a_restored_optimizer_alone():
+    """It may be there still, with gradients in its model, while the model is trained on."""
+    model = nn.Linear(4, 2)
+    model, opt = with_masters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler, x = LossScaler("cpu", init_scale=8.0), torch.randn(8, 4)
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    plain = opt.restore()
+    before = [p.grad.clone() for p in model.parameters()]
+    loss = scaler.scale(model(x).sum())
+    assert_same([p.grad for p in model.parameters()], before)
+    plain.zero_grad()
+    loss.backward()
+    scaler.step(plain)
+    scaler.update()
+    assert scaler.skipped == [] and scaler.record.n_steps == 2

@@ -1,11 +1,12 @@
 """Flat masters give the bits of masters one by one, and only optimizers that can are taken."""
 
 import warnings
+from functools import partial
 
 import inside
 import pytest
 import torch
-from fastai.optimizer import Larc
+from fastai.optimizer import Adam, Larc, Optimizer
 from tiny import (
     CASES,
     ELEMENTWISE,
@@ -25,6 +26,7 @@ from torch import nn
 
 from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
+from mixedfp.optimizer import with_masters
 from mixedfp.step import is_elementwise
 from mixedfp.testing import assert_same, ulp_distance
 
@@ -125,8 +127,8 @@ def test_a_learning_rate_that_is_a_tensor_is_taken():
 # Which optimizers are element-wise
 
 
-def optimizer(make):
-    return make([[nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2))]], lr=0.1)
+def optimizer(make, lr=0.1):
+    return make([[nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2))]], lr=lr)
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *TORCH, *FUSED])
@@ -155,6 +157,50 @@ def test_a_rate_that_is_clipped_now_need_not_be_later():
         return Larc(params, lr=lr, trust_coeff=100.0)
 
     assert not is_elementwise(optimizer(larc))
+
+
+def test_a_kind_of_optimizer_is_tried_once(monkeypatch):
+    """Of torch's and fastai's own: the second is as the first, whatever its rate and weights."""
+    trials, adam = inside.count_trials(monkeypatch), partial(torch_optimizer, torch.optim.Adam)
+    for make in (Adam, adam(), torch_optimizer(torch.optim.SGD)):
+        for lr in (0.1, 0.2):
+            assert is_elementwise(optimizer(make, lr))
+    assert len(trials) == 3
+    others = [adam(eps=1e-3), adam(betas=(0.8, 0.9)), adam(foreach=True)]
+    for make in (*others, partial(Adam, decouple_wd=False), partial(Adam, eps=1e-3)):
+        assert is_elementwise(optimizer(make))
+    assert len(trials) == 8
+    make_learner("radam").to_fp16(flat_master=True).fit(1)
+    assert len(trials) == 9  # to_fp16 asks, and fit
+
+
+def test_what_may_have_changed_is_tried_again(monkeypatch):
+    """Code that is not torch's or fastai's, an optimizer that has moments, a refusal."""
+    trials, is_on = inside.count_trials(monkeypatch), False
+
+    class PerLayer(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"] if is_on else []:
+                p.grad /= p.grad.norm()
+            super().step(closure)
+
+    def per_layer_step(p, lr, **kwargs):
+        p.data.add_(p.grad / (p.grad.norm() if is_on else 1.0), alpha=-lr)
+
+    for make in (torch_optimizer(PerLayer), partial(Optimizer, cbs=[per_layer_step])):
+        opt = optimizer(make)
+        for is_on in (False, True, False):
+            assert is_elementwise(opt) != is_on
+    assert len(trials) == 6
+    opt = optimizer(Adam)
+    for p in opt.all_params().itemgot(0):
+        p.grad = torch.ones_like(p)
+    assert is_elementwise(opt)
+    opt.step()
+    assert is_elementwise(opt) and is_elementwise(opt)
+    assert len(trials) == 9
+    assert not any(is_elementwise(optimizer(Larc)) for _ in range(2))
+    assert len(trials) == 11
 
 
 def test_trying_an_optimizer_changes_nothing():
@@ -309,3 +355,26 @@ def test_masters_in_one_vector_cost_no_more():
             for m in masters.values()
         }
         assert sum(storages.values()) == 4 * sum(p.numel() for p in learn.model.parameters())
+
+
+def test_masters_have_the_strides_of_their_parameters():
+    """In dimensions of size 1 as well: who compares strides would lay the vector out anew."""
+    model = nn.Linear(3, 2)
+    model.odd = nn.Parameter(torch.randn(6).as_strided((3, 1, 2), (2, 99, 1)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, opt = with_masters(model, sgd, flat_master=True)
+    masters_of = inside.masters_by_param(opt)
+    assert {m.stride() for m in masters_of.values()} >= {(2, 99, 1)}
+    assert all(m.stride() == p.stride() for p, m in masters_of.items())
+
+
+def test_states_that_lie_one_after_the_other_by_chance_are_joined():
+    """They are neighbors in memory, and parts of no common storage."""
+    memory = bytearray(32)
+    states = [torch.frombuffer(memory, dtype=torch.float32, count=4, offset=i) for i in (0, 16)]
+    states[1].fill_(1.0)
+    params = [nn.Parameter(torch.zeros(4)) for _ in states]
+    vector = torch.zeros(8)
+    bucket = inside.Bucket(params, vector, list(vector.split(4)))
+    joined = bucket.join([{"moment": state} for state in states])["moment"]
+    assert_same(joined, torch.tensor([0.0] * 4 + [1.0] * 4))

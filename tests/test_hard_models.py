@@ -37,7 +37,6 @@ from torch.utils.checkpoint import checkpoint
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 HALF = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)

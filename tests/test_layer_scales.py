@@ -14,8 +14,6 @@ from torch import nn
 from mixedfp.checkpoint import Checkpoint
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 BY_HAND = {"0": 2.0**4, "4": 2.0**-4, "5": 2.0**3, "10": 2.0**7}
 WAYS = {"by hand": BY_HAND, "auto": "auto"}
 ways = pytest.mark.parametrize("layer_scales", WAYS.values(), ids=WAYS)

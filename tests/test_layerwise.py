@@ -21,8 +21,6 @@ from mixedfp.layerwise import LayerwiseGradientScaler
 from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same, tiny_batch, tiny_net
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 SGD = torch.optim.SGD
 Pair = namedtuple("Pair", "a b")
 

@@ -16,8 +16,6 @@ from torch.nn import Parameter
 from mixedfp.master import get_master, model_g2master_g
 from mixedfp.testing import assert_same, linear_model, tiny_net
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 HALVES = torch.float16, torch.bfloat16
 AWKWARD = [0.0, -0.0, 1e-30, 2.0**-25, 65519.0, 1e38, float("inf"), float("nan"), 1 + 2.0**-20]
 

@@ -23,8 +23,6 @@ from mixedfp.scaler import LossScaler
 from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 optim = torch.optim
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"

@@ -23,8 +23,6 @@ from mixedfp.scaler import LossScaler
 from mixedfp.step import is_elementwise
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only be waited for
 
 FULL, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -42,8 +42,6 @@ from mixedfp.formats import MixedPrecisionError
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 
 

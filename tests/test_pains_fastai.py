@@ -35,8 +35,6 @@ from torch import nn
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 # Ways: each takes a learner and settings, in our words, and returns the learner
 
 

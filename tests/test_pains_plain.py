@@ -27,8 +27,6 @@ from mixedfp.optimizer import MasterOptimizer, with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 LAYOUTS = pytest.mark.parametrize(
     "layout",

@@ -15,8 +15,6 @@ import programs_fastai
 import pytest
 from programs import Failure, check_seed, shrink, smaller
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 HAND = programs_by_hand.by_hand, programs_by_hand.check_by_hand, programs_by_hand.LAWS
 FASTAI = programs_fastai.with_fastai, programs_fastai.check_with_fastai, programs_fastai.LAWS
 

@@ -39,7 +39,6 @@ from mixedfp.checkpoint import Checkpoint
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
 FP16 = dict(loss_scale=2.0**20, growth_interval=5)  # too large a scale, that soon grows again
 PRECISIONS = {
     "fp32": ("to_fp32", {}),

@@ -205,3 +205,17 @@ def test_a_copy_in_the_middle_of_an_iteration_goes_on():
     assert scaler.step(opt)
     scaler.update()
     assert p.tolist() == [-1.0, -1.0] and scaler.scales == [8.0]
+
+
+def test_after_an_error_in_unscale_the_scale_is_that_of_now():
+    """That of the gradients, from before the `update`, is in its place no longer than needed."""
+    scaler = LossScaler("cpu", init_scale=8.0, growth_interval=1)
+    w, opt = make_opt()
+    half = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    late = torch.optim.SGD([half], lr=1.0)
+    scaler.scale(w.sum() + half.float().sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(late)
+    assert scaler.get_scale() == 16.0

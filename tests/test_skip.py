@@ -12,8 +12,6 @@ from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 OPT = pytest.mark.parametrize("opt", ["sgd", "adam", "ranger", "torch_adamw"])
 

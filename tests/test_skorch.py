@@ -48,8 +48,6 @@ from mixedfp.scaler import LossScaler
 from mixedfp.skorch import MixedPrecisionMixin, autocast_works
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 WAYS = {
     "autocast_fp16": dict(amp_dtype="fp16"),
     "autocast_bf16": dict(amp_dtype="bf16"),

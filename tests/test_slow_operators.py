@@ -23,8 +23,6 @@ from mixedfp.optimizer import with_masters
 from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 FULL, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 

@@ -40,8 +40,6 @@ from mixedfp.callback import MixedPrecision
 from mixedfp.examples import photos
 from mixedfp.testing import assert_same
 
-pytestmark = pytest.mark.usefixtures("trials_are_remembered")
-
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 HALF = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])

@@ -9,6 +9,8 @@ __all__ = ['is_elementwise', 'same_random_state', 'check_elementwise']
 import math
 import random
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from mixedfp.engine.optim_access import (
     param_lists,
     why_no_copy,
 )
+from .torch_private import STEP_HOOKS
 from ..formats import MixedPrecisionError
 
 # %% ../../nbs/engine/13_elementwise.ipynb #3023f59a
@@ -264,6 +267,40 @@ def _value_like(w, p, value):
     dtype = w.dtype if value.is_floating_point() else value.dtype
     return torch.full_like(w.detach(), now[0].item(), dtype=dtype)
 
+# %% ../../nbs/engine/13_elementwise.ipynb #6f39a96b
+_OWN = "torch.optim.", "fastai.optimizer"  # modules whose code is what it was
+_PASSED = set()  # what `_kind` said of optimizers that a trial has let pass
+
+
+def _kind(core, device):
+    "All that a trial of `core` depends on; None where it may depend on more."
+    if not type(core).__module__.startswith(_OWN):
+        return None
+    left_out = {"state", "param_groups", "param_lists", "hypers", "step", *STEP_HOOKS}
+    held = {k: v for k, v in vars(core).items() if k not in left_out}
+    held["cbs"] = list(held.get("cbs", ()))
+    states = [bool(core.state), *(t and t[1] for t in _templates(core))]  # fastai's flags, at first
+    try:
+        settings = _frozen([held, list(hyper_groups(core)), states])
+    except TypeError:
+        return None
+    return type(core), _plain_step(core), str(torch.device(device)), settings
+
+
+def _frozen(v):
+    "`v` as it can be looked up. Raises: TypeError for what may be more than it shows."
+    if isinstance(v, dict):  # a trial has parameters and a rate of its own
+        return tuple((k, _frozen(x)) for k, x in v.items() if k not in ("params", "lr"))
+    if type(v) in (list, tuple):
+        return type(v), *map(_frozen, v)
+    if type(v) is partial:
+        return partial, _frozen(v.func), _frozen(v.args), _frozen(v.keywords)
+    if type(v) is FunctionType and str(v.__module__).startswith(_OWN) and v.__closure__ is None:
+        return v
+    if v is None or type(v) in (bool, int, float, str):
+        return type(v), v
+    raise TypeError(type(v).__name__)
+
 # %% ../../nbs/engine/13_elementwise.ipynb #d088c986
 def is_elementwise(
     opt: Any,  # an optimizer of fastai or torch.optim; not changed
@@ -276,6 +313,16 @@ def is_elementwise(
 def _objection(opt, device):
     "Why masters of `opt` may not lie in one vector, None if they may."
     core = core_of(opt)
+    kind = _kind(core, device)
+    if kind is not None and kind in _PASSED:
+        return None
+    found = _tried(core, device)
+    if found is None and kind is not None:
+        _PASSED.add(kind)
+    return found
+
+
+def _tried(core, device):
     inner = [v for v in vars(core).values() if isinstance(v, torch.optim.Optimizer)]
     if inner:
         return f"steps another optimizer ({type(inner[0]).__name__}), which would see no vector"
