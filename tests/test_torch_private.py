@@ -230,7 +230,7 @@ def test_assure():
 
     torch.compile(halves, backend=backend, dynamic=True)(torch.ones(32))
     assert "% 16" in seen[0]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="not as the compiler was told"):
         private.assure(False)
 
 

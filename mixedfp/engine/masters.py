@@ -81,7 +81,7 @@ class MasterParams:
         self.any_grads, self.half_grad_params, self.keep_fp32 = any_grads, set(), keep_fp32
         self._takes_any = False
         self.is_away = False  # a copy that has left, see `leave`
-        self._check(model)
+        self._check_model(model)
         find_kept(model, keep_fp32)  # raises before anything is changed
         self.is_stepping = self.is_restored = False
         self.layouts, self.grads = {}, {}  # by optimizer; by parameter
@@ -124,7 +124,7 @@ class MasterParams:
 
 # %% ../../nbs/engine/07_masters.ipynb #ccc2f8ed
 @patch
-def _check(self: MasterParams, model):
+def _check_model(self: MasterParams, model):
     check_initialized(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(

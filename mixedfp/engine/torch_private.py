@@ -314,7 +314,7 @@ def assure(fact: bool) -> None:
 
     The public `assert` is left out of its loops. Seen in 2.10 to 2.15: `torch._check`.
     """
-    torch._check(fact)
+    torch._check(fact, lambda: "a size is not as the compiler was told")
 
 
 def schema_of(func: Any) -> Any:
