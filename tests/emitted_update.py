@@ -43,6 +43,7 @@ from mixedfp.step import MixedStep  # noqa: E402
 
 BLOCK = 256  # elements that an interpreted kernel does at once
 launched = []  # kernels, in order; None where a step begins
+copied = []  # how many tensors, at one go, since a step began
 
 
 def run(kernel, *args, stream=None, **kwargs):
@@ -104,6 +105,7 @@ def train(name, dtype, compiled):
 def note_step(i, model, opt):
     """Note that a step begins."""
     launched.append(None)
+    copied.clear()
 
 
 def weights(model, opt):
@@ -115,9 +117,11 @@ def weights(model, opt):
 def look(name, dtype):
     """Train both ways; say what was launched and how far apart the weights are."""
     launched.clear()
+    copied.clear()
     before = counters["stats"]["unique_graphs"]
     model, opt = train(name, dtype, True)
     n_graphs = counters["stats"]["unique_graphs"] - before
+    last_copies = list(copied)
     last_step = launched[-launched[::-1].index(None) :]
     kernels, ours = list(dict.fromkeys(filter(None, launched))), weights(model, opt)
     pairs = list(zip(ours, weights(*train(name, dtype, False)), strict=True))
@@ -126,6 +130,7 @@ def look(name, dtype):
         "n_graphs": n_graphs,
         "n_functions": inside.n_compiled(opt),
         "last_step": [kernels.index(k) for k in last_step],
+        "last_copies": last_copies,
         "ulps": max(_apart(m, w) for (_, m), (_, w) in pairs),
         "is_rounded": all(torch.equal(p, m.to(p.dtype)) for p, m in ours),
         "ptx": [{arch: widths(k, arch) for arch in (80, 90)} for k in kernels],
@@ -162,6 +167,7 @@ def main(path, *names):
     torch.compile = outside_of_modes(torch.compile)
     config.joint_graph_constant_folding = False  # constants are made on the device: that has none
     inside.no_mode_is_seen()
+    inside.note_copies(copied)
     found = {}
     with simulated.Numbers():
         for name in names or OPTIMIZERS:

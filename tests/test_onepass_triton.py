@@ -60,6 +60,8 @@ def test_a_step_is_one_kernel_a_vector(name, emitted):
     """And one graph an update, which serves the trial on a few numbers and vectors of any size."""
     seen = emitted[name]
     assert seen["last_step"] == [0, 1]  # weights; norms and biases, whose gradients are in 32 bits
+    # gradients are gathered; only the two parameters of a norm in 32 bits lie elsewhere
+    assert seen["last_copies"] == [3, 5, 2]
     assert seen["n_graphs"] == seen["n_functions"] == len(seen["ptx"]) == 2
 
 
