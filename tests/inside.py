@@ -14,7 +14,7 @@ from mixedfp.cast import stays_float
 from mixedfp.engine import torch_private
 from mixedfp.engine.elementwise import check_elementwise
 from mixedfp.engine.exchange import ParamExchange
-from mixedfp.engine.flat import Bucket, GradBuffer
+from mixedfp.engine.flat import Bucket, GradBuffer, rooms, split_vector
 from mixedfp.engine.forward import HalfForward, inputs_out_of_range
 from mixedfp.engine.gradients import GradStore
 from mixedfp.engine.in_float32 import (
@@ -102,6 +102,39 @@ def is_everything_large():
 def n_compiled(opt):
     """Count the functions that were compiled for the updates of `opt`."""
     return len(opt.one_pass.functions)
+
+
+def align(monkeypatch, n=16):
+    """Lay vectors on the CPU out as on an accelerator: parameters begin at multiples of `n`."""
+    monkeypatch.setitem(_home(GradBuffer)._ALIGNMENTS, "cpu", n)
+
+
+def in_vectors(tensors):
+    """Count the elements that these take in vectors on their device, with what is left between."""
+    tensors = list(tensors)
+    return sum(rooms(tensors, tensors[0].device))
+
+
+def pieces(vector, params):
+    """Return the parts of a vector that belong to `params`, as they lie one after the other."""
+    return torch.cat([v.flatten() for v in split_vector(vector, params)])
+
+
+def no_mode_is_seen():
+    """Have the pass go on in a dispatch mode as without one, for the rest of this process."""
+    _home(OnePass).is_in_torch_dispatch_mode = lambda: False
+
+
+def note_copies(sizes):
+    """Have `sizes` grow by the number of tensors that a bucket copies at one go, from now on."""
+    module = _home(Bucket)
+    copy_each_ = module.copy_each_
+
+    def note(targets, sources):
+        sizes.append(len(targets))
+        copy_each_(targets, sources)
+
+    module.copy_each_ = note
 
 
 def would_compile(opt):

@@ -1,5 +1,6 @@
 """Flat masters give the bits of masters one by one, and only optimizers that can are taken."""
 
+import copy
 import warnings
 from functools import partial
 
@@ -27,7 +28,8 @@ from torch import nn
 from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
-from mixedfp.step import is_elementwise
+from mixedfp.scaler import LossScaler
+from mixedfp.step import MixedStep, is_elementwise
 from mixedfp.testing import assert_same, ulp_distance
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -244,7 +246,7 @@ def test_two_lists_of_masters_a_group(flat, groups):
     for params, found in zip(cb.model_params, cb.master_params, strict=True):
         if flat:
             assert [tuple(m.shape) for m in found] == (
-                [(sum(p.numel() for p in params),)] if params else []
+                [(inside.in_vectors(params),)] if params else []
             )
         else:
             assert [m.shape for m in found] == [p.shape for p in params]
@@ -272,7 +274,7 @@ def test_flat_masters_are_one_memory():
             learn.mp_cb.model_params, learn.mp_cb.master_params, strict=True
         ):
             pieces = torch.cat([own[p].detach().flatten() for p in params])
-            assert_same(vector.detach(), pieces)
+            assert_same(inside.pieces(vector.detach(), params), pieces)
             vector.data.mul_(2)
             assert_same(pieces * 2, torch.cat([own[p].detach().flatten() for p in params]))
             vector.data.div_(2)
@@ -354,7 +356,9 @@ def test_masters_in_one_vector_cost_no_more():
             m.untyped_storage().data_ptr(): m.untyped_storage().nbytes()
             for m in masters.values()
         }
-        assert sum(storages.values()) == 4 * sum(p.numel() for p in learn.model.parameters())
+        params = list(learn.model.parameters())
+        n = inside.in_vectors(params) if flat else sum(p.numel() for p in params)
+        assert sum(storages.values()) == 4 * n
 
 
 def test_masters_have_the_strides_of_their_parameters():
@@ -378,3 +382,143 @@ def test_states_that_lie_one_after_the_other_by_chance_are_joined():
     bucket = inside.Bucket(params, vector, list(vector.split(4)))
     joined = bucket.join([{"moment": state} for state in states])["moment"]
     assert_same(joined, torch.tensor([0.0] * 4 + [1.0] * 4))
+
+
+# As on an accelerator: the model's weights in one piece, each parameter aligned
+
+
+@pytest.fixture
+def aligned(monkeypatch):
+    """Have vectors on the CPU laid out as on an accelerator."""
+    inside.align(monkeypatch)
+
+
+def odd_net():
+    """Make a model with parameters of 15, 5, 10 and 2 elements, and weights in channels_last."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 5)]
+    return nn.Sequential(*layers, nn.Linear(5, 2)).to(memory_format=torch.channels_last)
+
+
+def odd_step(compiled=False, exclusive=True, dtype=torch.float16):
+    """Make a step over flat masters that looks at nothing on the way."""
+    mixed = MixedStep(dtype, True, LossScaler(init_scale=16.0), compiled=compiled)
+    inside.be_exclusive(mixed, exclusive)
+    return mixed
+
+
+def odd_train(mixed, between=None, n_steps=5, make=torch.optim.AdamW):
+    """Train it; `between` is called with the model and the optimizer after the second step."""
+    model = odd_net()
+    mixed.attach(model)
+    opt = mixed.wrap_optimizer(make(model.parameters(), lr=0.01))
+    rng = torch.Generator().manual_seed(1)
+    for i in range(n_steps):
+        x = torch.randn(8, 3, 2, 2, generator=rng)
+        mixed.scale(mixed.uncast(model(mixed.cast(x, training=True))).square().mean()).backward()
+        assert mixed.unscale()
+        mixed.step()
+        mixed.update()
+        opt.zero_grad()
+        if i == 1 and between is not None:
+            between(model, opt)
+    return model, opt
+
+
+def odd_ends(model, opt):
+    """Return what training changes; states as they are after one more look."""
+    return {"model": dict(model.state_dict()), "opt": opt.state_dict()["state"]}
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop])
+def test_gaps_change_no_bit(make, exclusive, monkeypatch):
+    """Gradients, weights and states of the parameters are those of vectors without gaps."""
+    inside.everything_is_large(monkeypatch)
+    packed = odd_ends(*odd_train(odd_step(exclusive=exclusive), make=make))
+    inside.align(monkeypatch)
+    assert_same(odd_ends(*odd_train(odd_step(exclusive=exclusive), make=make)), packed)
+
+
+def test_what_was_in_a_gap_stays_there(aligned, monkeypatch):
+    """Memory that chunks share holds what others have put there: no step, and no look, sees it."""
+    inside.everything_is_large(monkeypatch, chunk=20)
+    model, opt = odd_train(odd_step())
+    for params, (vector,) in inside.masters_by_list(opt):
+        in_gaps = vector.detach().clone()
+        for v in inside.split_vector(in_gaps, params):
+            v.zero_()
+        assert len(in_gaps) > sum(p.numel() for p in params)
+        assert not in_gaps.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_lie_in_one_piece(dtype, aligned):
+    """Each begins at a multiple of 32 bytes, in the order of the masters, and keeps its strides."""
+    strides = [p.stride() for p in odd_net().parameters()]
+    model, opt = odd_train(odd_step(dtype=dtype))
+    assert [p.stride() for p in model.parameters()] == strides
+    for params, _ in inside.masters_by_list(opt):
+        starts = [p.data_ptr() for p in params]
+        lengths = [2 * inside.in_vectors([p]) for p in params]
+        assert all(start % 32 == 0 for start in starts)
+        assert [a + n for a, n in zip(starts, lengths, strict=True)][:-1] == starts[1:]
+
+
+def test_files_of_a_part_are_no_larger(aligned, tmp_path):
+    """Of a layer whose weights lie among others: a pickle, a copy and a tensor of it."""
+    model, _ = odd_train(odd_step())
+    for p in model.parameters():
+        assert p.untyped_storage().nbytes() == p.nbytes
+    part = copy.deepcopy(model[2])
+    assert [p.untyped_storage().nbytes() for p in part.parameters()] == [2 * 12, 2 * 3]
+    torch.save(model[5].weight.detach(), tmp_path / "part")
+    torch.save(model[5].weight.detach().clone(), tmp_path / "clone")
+    sizes = [(tmp_path / name).stat().st_size for name in ("part", "clone")]
+    assert sizes[0] <= sizes[1] + 64  # but for the names inside
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_that_was_moved_is_written_where_it_is(compiled, aligned, monkeypatch):
+    """`p.data = x`, as many scripts do: the step goes on with x, and with the others in place."""
+    inside.everything_is_large(monkeypatch)
+
+    def move(model, opt):
+        model[2].weight.data = model[2].weight.data.clone()
+
+    plain, _ = odd_train(odd_step(compiled))
+    model, opt = odd_train(odd_step(compiled), between=move)
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+    masters = inside.masters_by_param(opt)
+    for p in model.parameters():
+        assert_same(p.detach(), masters[p].detach().half())
+
+
+def test_weights_stay_where_they_are_when_layers_are_frozen(aligned):
+    """A list that is a run of the one before needs no new place."""
+    places = []
+
+    def freeze(model, opt):
+        places.append([p.data_ptr() for p in model.parameters()])
+        model[0].requires_grad_(False)
+
+    model, opt = odd_train(odd_step(), between=freeze)
+    assert [p.data_ptr() for p in model.parameters()] == places[0]
+    (params, *_), *_ = inside.masters_by_list(opt)
+    assert model[0].weight not in set(params)
+
+
+def test_memory_that_others_use_is_left_to_them(aligned):
+    """Views of one storage, as cuDNN wants the weights of an LSTM, and two names of one memory."""
+    model = odd_net()
+    mixed = odd_step()
+    mixed.attach(model)
+    both = torch.cat([model[4].weight.detach().flatten(), model[2].weight.detach().flatten()])
+    model[4].weight.data = both[:15].view(5, 3)
+    model[2].weight.data = both[15:].view(3, 4)
+    more = torch.zeros(100, dtype=torch.float16)
+    model[5].weight.data = more[:10].view(2, 5)
+    mixed.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model[4].weight.data_ptr() == both.data_ptr()
+    assert model[2].weight.data_ptr() == both[15:].data_ptr()
+    assert model[5].weight.data_ptr() == more.data_ptr()

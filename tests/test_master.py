@@ -492,10 +492,10 @@ def test_low_bits_survive_a_cast_by_others(cast, dtype, flat):
 
 def test_a_state_with_gaps_is_joined():
     p = Parameter(torch.zeros(4))
-    grads = inside.GradBuffer(torch.zeros(4), [p])
-    bucket = inside.Bucket([p], torch.zeros(4), [torch.zeros(4)], grads)
+    vector = torch.zeros(inside.in_vectors([p]))
+    bucket = inside.Bucket([p], vector, [torch.zeros(4)], inside.GradBuffer(vector, [p]))
     with_gaps = torch.arange(8.0)[::2]
-    assert_same(bucket.join([{"mean": with_gaps}])["mean"], with_gaps.clone())
+    assert_same(bucket.join([{"mean": with_gaps}])["mean"][:4].clone(), with_gaps.clone())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -533,4 +533,4 @@ def test_the_optimizers_own_zero_grad():
         opt = torch.optim.SGD([bucket.master], lr=0.25)
         opt.step()
         opt.zero_grad()
-    assert bucket.master == 0.5
+    assert inside.masters_by_param(masters)[model.weight] == 0.5

@@ -215,6 +215,25 @@ def test_the_processor_is_asked():
     assert private.cpu_has_amx() == public.get("amx_tile", private.cpu_has_amx())
 
 
+@canary("assure")
+def test_assure():
+    """What is so is no error, and the compiler knows it: the graph has the size as it is told."""
+    seen = []
+
+    def halves(x):
+        private.assure(x.shape[0] % 16 == 0)
+        return x * 2
+
+    def backend(graph, inputs):
+        seen.append(str(graph.code))
+        return graph
+
+    torch.compile(halves, backend=backend, dynamic=True)(torch.ones(32))
+    assert "% 16" in seen[0]
+    with pytest.raises(RuntimeError, match="not as the compiler was told"):
+        private.assure(False)
+
+
 @canary("copy_each_", "zero_each_", "norm_of_each")
 def test_operations_take_lists():
     """Copies cast, and norms are of each tensor."""

@@ -31,8 +31,11 @@ from mixedfp.engine.flat import (
     SPARSE_IN_VECTORS,
     Bucket,
     GradBuffer,
+    ModelWeights,
+    alignment,
     as_own_storage,
-    flatten,
+    make_vector,
+    rooms,
     split_vector,
 )
 from .full_state import ShowMasters, UnfinishedLoad, keep_low_bits, masters_of
@@ -78,10 +81,11 @@ class MasterParams:
         self.any_grads, self.half_grad_params, self.keep_fp32 = any_grads, set(), keep_fp32
         self._takes_any = False
         self.is_away = False  # a copy that has left, see `leave`
-        self._check(model)
+        self._check_model(model)
         find_kept(model, keep_fp32)  # raises before anything is changed
         self.is_stepping = self.is_restored = False
         self.layouts, self.grads = {}, {}  # by optimizer; by parameter
+        self.model_weights: dict[Parameter, ModelWeights] = {}  # where the model's lie in one piece
         self._shown_as = {}  # the name of each parameter in the `state_dict` that had it last
         self._hooks, self._unfinished, self._loading = [], {}, None
         self.after_load = None  # called after a `load_state_dict`
@@ -101,7 +105,7 @@ class MasterParams:
     def __getstate__(self) -> dict:
         """Be copied and pickled without the layout: a copy's views would be no views."""
         master = {p: Parameter(m.detach().clone()) for p, m in self.master.items()}
-        return vars(self) | dict(master=master, layouts={}, grads={})
+        return vars(self) | dict(master=master, layouts={}, grads={}, model_weights={})
 
     def __setstate__(self, state: dict) -> None:
         """Come out of a copy or a pickle."""
@@ -120,7 +124,7 @@ class MasterParams:
 
 # %% ../../nbs/engine/07_masters.ipynb #ccc2f8ed
 @patch
-def _check(self: MasterParams, model):
+def _check_model(self: MasterParams, model):
     check_initialized(model)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
@@ -443,7 +447,10 @@ def _vectors(self: MasterParams, params):
     vectors = []
     for _, run in groupby(params, key=self._memory):
         run = list(run)
-        vector = Parameter(torch.cat([flatten(self.master[p].detach(), p) for p in run]))
+        before = [self.model_weights.pop(p, None) for p in run]
+        if alignment(run[0].device) > 1:
+            self.model_weights |= dict.fromkeys(run, ModelWeights(run, before[0]))
+        vector = Parameter(make_vector([self.master[p].detach() for p in run], run))
         self.grads |= dict.fromkeys(run, GradBuffer(vector, run))
         for p, weight in zip(run, split_vector(vector.detach(), run), strict=True):
             self.master[p].data = weight
@@ -491,7 +498,7 @@ def _runs(self: MasterParams, vector, params, key, every):
     grad_buffer = self.grads[params[0]]
     for (has_grad, _), run in groupby(params, key=lambda p: (p.grad is not None, key(p))):
         run = list(run)
-        part = slice(start, start + sum(p.numel() for p in run))
+        part = slice(start, start + sum(rooms(run, vector.device)))
         start = part.stop
         if not has_grad and not every:
             grad_buffer.clear(part)
@@ -501,7 +508,8 @@ def _runs(self: MasterParams, vector, params, key, every):
             is_whole = len(run) == len(params)  # a parameter without elements has an empty part
             master = vector if is_whole else Parameter(vector.detach()[part])
             weights: list[Tensor] = [self.master[p] for p in run]
-            buckets.append(Bucket(run, master, weights, grad_buffer, part))
+            model_weights = self.model_weights.get(run[0])
+            buckets.append(Bucket(run, master, weights, grad_buffer, part, model_weights))
     return buckets
 
 # %% ../../nbs/engine/07_masters.ipynb #95facb18

@@ -16,7 +16,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .flat import Bucket, Chunk, is_per_element
+from .flat import Bucket, Chunk, alignment, is_per_element
 from .optim_access import ABSENT
 from .program import NotElementwise, Program, Ref
 from .recorder import is_vector, record
@@ -25,8 +25,10 @@ from ..nested import notice_once
 
 # %% ../../nbs/engine/12_onepass.ipynb #0a47bd24
 # Elements: what fits the cache of a CPU with all an optimizer keeps for them; and where a call of
-# a compiled function no longer counts. A GPU has no such cache: there a chunk is the whole bucket.
-_CUT, _GATHER, _ALONE, _WHOLE = 2**18, 2**20, 2**18, 2**62
+# a compiled function no longer counts. A GPU has no such cache, and takes less time for a million
+# elements than Python does to ask for it: there only what is gathered is kept small.
+_CUT, _GATHER, _ALONE = 2**18, 2**20, 2**18
+_GATHER_ON_GPU, _ALONE_ON_GPU = 2**26, 2**24
 COMPILE_FROM = 2**22  # elements in a vector: below, compiling would take longer than it saves
 
 
@@ -145,7 +147,7 @@ def chunks(
 ) -> list[Chunk]:  # that make up its vector
     "Cut the bucket as its device and its way want it."
     if u.master.device.type != "cpu":
-        return u.chunks(_WHOLE, _WHOLE, is_cut=False)
+        return u.chunks(_GATHER_ON_GPU, _ALONE_ON_GPU, is_cut=False)
     if self._is_compiled(u):
         return u.chunks(_GATHER, _ALONE, is_cut=False)
     return u.chunks(_CUT, _CUT)
@@ -203,7 +205,8 @@ def _compiled(update, results, given, vectors):
     "The update as a compiled function, None if that fails."
     try:
         with _quiet_about_cuda():
-            graph = update.graph(results, *(x is not None for x in given))
+            multiple_of = alignment(vectors[0].device)
+            graph = update.graph(results, *(x is not None for x in given), multiple_of)
             fn = torch.compile(graph, dynamic=True, fullgraph=True)
             # a failure shows on a few numbers, before anything is changed
             out, *few = (None if v is None else v[:64].clone() for v in (given[0], *vectors))
@@ -265,6 +268,8 @@ def _run(self: OnePass, u, plan, inv_scale, found):
         fn(out, inv_scale, found, numbers, s.master, grad, *states)
         if out is None:
             s.master_to_model()
+        else:
+            s.end_write()
     return plan.state
 
 

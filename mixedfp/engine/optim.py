@@ -527,7 +527,8 @@ def update_paths(self: OptimizerOnMasters) -> dict[str, int]:
     "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
     paths, found = self.one_pass.paths if self.one_pass is not None else {}, Counter()
     for u in self.buckets or []:
-        found[paths.get(u.master, "by the optimizer")] += u.master.numel()
+        n = sum(p.numel() for p in u.params)
+        found[paths.get(u.master, "by the optimizer")] += n
     return dict(found)
 
 

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from .torch_private import schema_of
+from .torch_private import assure, schema_of
 
 # %% ../../nbs/engine/09_program.ipynb #ffbce4b0
 class NotElementwise(Exception):
@@ -117,6 +117,7 @@ def graph(
     writes_out: bool = False,  # the weights are written to `out` as well
     is_scaled: bool = False,  # the gradient is to be multiplied with `inv_scale`
     may_skip: bool = False,  # nothing changes where `found` is true
+    multiple_of: int = 1,  # elements that the length of all vectors is a multiple of
 ) -> fx.GraphModule:  # called with out, inv_scale, found, numbers and the inputs
     "Write it as a function of whole vectors, to be compiled into a single pass over memory."
     graph = fx.Graph()
@@ -124,6 +125,9 @@ def graph(
     names = ["out", "inv_scale", "found", "numbers", *(f"x{i}" for i in range(self.n_inputs))]
     proxies: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in names]
     out, inv_scale, found, numbers, *inputs = proxies
+    if multiple_of > 1:  # else no compiler could tell that it may read several elements at once
+        is_whole = inputs[0].shape[0] % multiple_of == 0
+        tracer.create_proxy("call_function", assure, (is_whole,), {})
     env = {Ref(i): x for i, x in enumerate(inputs)}
     grad = inputs[1].to(inputs[0].dtype)
     env[Ref(1)] = grad * inv_scale if is_scaled else grad

@@ -8,7 +8,7 @@ __all__ = ['NORMS', 'STEP_HOOKS', 'outside_of_dynamo', 'uncompiled', 'sequence_n
            'may_hook_saved_tensors', 'cpu_has_fp16', 'cpu_has_bf16', 'cpu_has_amx', 'copy_each_', 'zero_each_',
            'norm_of_each', 'apply_to_own', 'forward_hooks', 'remove_hooks', 'state_dict_hooks', 'loads_strictly',
            'module_of_call', 'is_replica', 'step_hooks', 'is_of_schedule', 'count_as_stepped', 'unscales_by_itself',
-           'active_ddp', 'schema_of', 'TorchDispatchMode', 'is_in_torch_dispatch_mode']
+           'active_ddp', 'assure', 'schema_of', 'TorchDispatchMode', 'is_in_torch_dispatch_mode']
 
 # %% ../../nbs/engine/00_torch_private.ipynb #3764d45c
 import sys
@@ -309,6 +309,14 @@ def active_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 # %% ../../nbs/engine/00_torch_private.ipynb #7f8da5b7
+def assure(fact: bool) -> None:
+    """Tell the compiler, in what it compiles, a fact about sizes; raise where it is none.
+
+    The public `assert` is left out of its loops. Seen in 2.10 to 2.15: `torch._check`.
+    """
+    torch._check(fact, lambda: "a size is not as the compiler was told")
+
+
 def schema_of(func: Any) -> Any:
     """Return the name and the arguments' types of an operation that a dispatch mode has seen.
 

@@ -364,6 +364,7 @@ API CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice
 }
 API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_active) { (void)device; *flags = 0; *is_active = 1; return CUDA_SUCCESS; }
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { (void)device; *context = (CUcontext)1; return CUDA_SUCCESS; }
+API CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *status) { (void)s; *status = CU_STREAM_CAPTURE_STATUS_NONE; return CUDA_SUCCESS; }
 API CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return CUDA_SUCCESS; }
 API CUresult cuCtxSetCurrent(CUcontext context) { (void)context; return CUDA_SUCCESS; }
 API CUresult cuCtxGetDevice(CUdevice *device) { *device = current_device; return CUDA_SUCCESS; }
