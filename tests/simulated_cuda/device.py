@@ -89,7 +89,7 @@ def on_host(t: Tensor) -> Tensor:
     memory = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
-    seen = torch.empty(0, dtype=t.dtype)
+    seen = torch.empty(0, dtype=t.dtype, device="cpu")  # others may have another default
     seen.set_(memory, t.storage_offset(), t.shape, t.stride())
     return seen
 
