@@ -1,11 +1,11 @@
 # make demo         train a small model in each precision, see the table and the plot
 # make test         all checks and tests, as on every push; nbdev_test among them, and pyright
+# make test-cuda    what can be seen of a GPU without one, on a simulated one
 # make test-latest  what another fastai or torch can break, with today's newest, without nbdev
 # make test-oldest  the same with the oldest PyTorch that settings.ini promises
 # make readme       README.md from index.ipynb
 # make notebooks    run every notebook and keep the outputs
 # make lint types   the quick checks; pyright
-# make environments for the three of make test, test-latest and test-oldest; with -j3 at once
 # make clean        take away the environments and what was built
 
 PYTHON ?= python3
@@ -58,15 +58,36 @@ OF_TORCH := $(call whole,torch_private scaler_canary state_machine onepass scale
 ELSEWHERE := index.ipynb $(addprefix nbs/,10_callback.ipynb 12_skorch.ipynb 13_checkpoint.ipynb \
   20_examples.ipynb 30_all.ipynb engine/08_forward.ipynb engine/10_recorder.ipynb \
   engine/11_optim_access.ipynb engine/12_onepass.ipynb engine/13_elementwise.ipynb)
+# What runs on the simulated GPU: learners whose data is there, then plain loops, then the CPU of a
+# machine with a GPU that nobody asked for. Of each a part, always the same. Left out is what it has
+# not (fused LSTMs, sparse memory, complex kernels), what fastai does with another default device,
+# and tests of sizes: vectors have gaps on a GPU.
+LEARNERS_ON_CUDA := $(call part,exactness,float32_is_plain_fastai) \
+  $(call part,flat,flat_is_each_in_float16) \
+  $(call part,skip,training_goes_on_as_if_the_batch_had_not_been \
+    a_hopeless_fit_of_its_own_callback_leaves_32_bits) \
+  $(call part,callback,looking_changes_no_bit an_interruption_inside cancelled_batches \
+    what_callbacks_see from_one_precision_to_another predicting_within_a_fit) \
+  $(call part,checkpoints,loading_in_any_event_loads_every_bit plain_fastai_reads_the_file \
+    files_of_parts_hold_those_parts_alone a_file_of_plain_fastai_is_read \
+    the_best_is_saved_and_loaded_at_the_end) \
+  $(call part,fastai_callbacks,float32_is_plain_fastai) \
+  $(call part,workflows,float32_is_plain_fastai) \
+  $(call whole,layer_scales)
+NOT_ON_CUDA := not (SparseAdam or complex or hold_float32_masters or learners or set_by_hand)
+LOOPS_ON_CUDA := $(call whole,optimizer amp_patterns master faults_loops)
+BESIDE_CUDA := $(call whole,scaler skip layer_scales optimizer skorch callback)
 # A worker that is done takes what another one has not begun: files stay together until then, and
 # what the tests of a file share is made once.
-PYTEST := pytest -q -n $(WORKERS) --dist worksteal --callback-table=check
+IN_TURN := pytest -q -n $(WORKERS) --dist worksteal
+PYTEST := $(IN_TURN) --callback-table=check
+ON_CUDA := PYTHONPATH=tests $(IN_TURN) -p simulated_cuda.plugin
 
-.PHONY: demo test test-latest test-oldest environments readme notebooks lint types clean
+.PHONY: demo test test-latest test-oldest test-cuda readme notebooks lint types clean
 
 # A shell of our own choice: make then looks for programs on the path set here, in every version.
 SHELL := /bin/bash
-demo test readme notebooks lint types: export PATH := $(CURDIR)/.venv/bin:$(PATH)
+demo test test-cuda readme notebooks lint types: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 test-latest: export PATH := $(CURDIR)/.venv-latest/bin:$(PATH)
 test-oldest: export PATH := $(CURDIR)/.venv-oldest/bin:$(PATH)
 
@@ -90,6 +111,13 @@ lint: .venv/.dev
 
 types: .venv/.dev
 	pyright
+
+test-cuda: .venv/.dev
+	$(ON_CUDA) $(call whole,cuda_budgets devices) \
+	  tests/test_onepass_cuda.py -k 'not compiled_pass_is_within'
+	$(ON_CUDA) --learners-on-cuda --one-in 12 $(LEARNERS_ON_CUDA) -k 'not RNN'
+	$(ON_CUDA) --default-cuda --one-in 12 $(LOOPS_ON_CUDA) -k '$(NOT_ON_CUDA)'
+	$(ON_CUDA) --one-in 15 $(BESIDE_CUDA)
 
 test-latest: .venv-latest/.installed-$(TODAY)
 	python tools/run_notebooks.py --workers $(WORKERS) $(ELSEWHERE)
@@ -117,8 +145,6 @@ TESTERS := pytest pytest-xdist hypothesis nbconvert ipykernel nbformat
 PIP := -m pip install -qq --no-compile
 
 # A stamp in each environment says what was installed, so that the second time is quick.
-environments: .venv/.dev .venv-latest/.installed-$(TODAY) .venv-oldest/.installed
-
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 

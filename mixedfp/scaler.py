@@ -426,7 +426,7 @@ def step(
     optimizer: torch.optim.Optimizer,  # stepped, unless a gradient is inf or nan
     *args,
     **kwargs,  # for the optimizer's `step`; a closure scales its loss and returns the true one
-) -> Any:  # what that returned, or: True, False if skipped, None if only the device knows
+) -> Any:  # what that returned, or: whether it was stepped; (), bool if only the device knows
     """Unscale the gradients if nobody has, and step.
 
     Where a closure's gradients overflow, all that the step has done until then is undone.
@@ -451,7 +451,9 @@ def step(
         else:
             done = super(LossScaler, self).step(optimizer, *args, **kwargs)
     self._grad_scales[optimizer] = None  # a fused one has unscaled them
-    return True if done is None and not is_fused else done
+    if done is not None:
+        return done
+    return self.found_on_device(optimizer) == 0 if is_fused else True
 
 
 @patch

@@ -172,7 +172,8 @@ def test_flat_vectors_that_skip_on_the_device_have_the_bits_of_masters_for_each(
         paths, state = opt.update_paths(), opt.state_dict()["state"]
         results.append((dict(model.state_dict()), state, scaler.get_scale()))
         if flat:
-            assert told == [None] * 12 and paths.keys() == {"in chunks"}
-        elif with_scaler_of == "us":
-            assert told.count(False) >= 3 and told.count(True) >= 5
+            assert paths.keys() == {"in chunks"}
+        if with_scaler_of == "us":
+            taken = [bool(t) for t in told]
+            assert taken.count(False) >= 3 and taken.count(True) >= 5
     assert_same(results[0], results[1])

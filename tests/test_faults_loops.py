@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import os
 import weakref
 
 import inside
@@ -19,6 +20,8 @@ from mixedfp.optimizer import MasterOptimizer, with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
+
+DEVICE = os.environ.get("MIXEDFP_TEST_DEVICE", "cpu")  # `make test-cuda` sets it
 
 HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
@@ -48,7 +51,7 @@ def with_norms(dtype=torch.float16, flat=False, opt=SGD, **kwargs):
     kwargs = kwargs or dict(lr=0.1, momentum=0.9)
     inner = opt(model.parameters(), **kwargs)
     model, opt = with_masters(model, inner, dtype=dtype, flat_master=flat)
-    return model, opt, LossScaler("cpu", 2.0**10)
+    return model, opt, LossScaler(DEVICE, 2.0**10)
 
 
 def step(model, opt, scaler, seed=0, size=1.0):
@@ -57,7 +60,7 @@ def step(model, opt, scaler, seed=0, size=1.0):
     scaler.scale(loss_of(model, *batch(seed, size))).backward()
     stepped = scaler.step(opt)
     scaler.update()
-    return stepped is not False
+    return bool(stepped)
 
 
 def buffers(model):
@@ -143,7 +146,7 @@ def test_2_05_an_iteration_of_several_passes_is_undone_as_a_whole(cleared, dtype
         if cleared == "between" and i == 0:  # PyTorch's tutorials have it here
             opt.zero_grad()
         scaler.scale(loss).backward()
-    assert scaler.step(opt) is False
+    assert not scaler.step(opt)
     scaler.update()
     assert_same(buffers(model), expected)
 
@@ -156,7 +159,7 @@ def test_2_05_two_passes_for_one_loss_are_one_iteration():
     one = loss_of(model, *batch(0, math.inf))
     two = loss_of(model, *batch(1))
     scaler.scale(one + two).backward()
-    assert scaler.step(opt) is False
+    assert not scaler.step(opt)
     assert_same(buffers(model), expected)
 
 
@@ -177,7 +180,7 @@ class Answers(nn.Sequential):
 def test_2_05_two_passes_whose_outputs_show_no_graph_are_one_iteration():
     model = Answers(*norm_net(0))
     model, opt = with_masters(model, SGD(model.parameters(), lr=0.1))
-    scaler = LossScaler("cpu", 2.0**10)
+    scaler = LossScaler(DEVICE, 2.0**10)
     for size in (1.0, math.inf):
         expected = buffers(model)
         opt.zero_grad()
@@ -202,20 +205,20 @@ def test_2_05_in_a_closure():
         scaler.scale(loss).backward()
         return loss
 
-    assert scaler.step(opt, closure) is False
+    assert not scaler.step(opt, closure)
     assert_same(full(model), before)
 
 
 def test_2_05_modules_in_a_list_are_each_listened_to():
     nets = nn.ModuleList([norm_net(0), norm_net(1)])
     nets, opt = with_masters(nets, SGD(nets.parameters(), lr=0.1))
-    scaler = LossScaler("cpu", 2.0**10)
+    scaler = LossScaler(DEVICE, 2.0**10)
     x, y = batch()
     estimate(nets[0], opt, scaler)
     expected = buffers(nets)
     for size in (math.inf, 1.0):
         scaler.scale(sum(loss_of(net, size * x, y) for net in nets)).backward()
-    assert scaler.step(opt) is False
+    assert not scaler.step(opt)
     assert_same(buffers(nets), expected)
 
 
@@ -226,7 +229,7 @@ def test_2_05_a_load_in_the_middle_of_an_iteration_is_kept():
     scaler.scale(loss_of(model, *batch(0, math.inf))).backward()
     load(model, opt, scaler)
     expected = buffers(model)
-    assert scaler.step(opt) is False
+    assert not scaler.step(opt)
     assert_same(buffers(model), expected)
 
 
@@ -238,7 +241,7 @@ def test_2_05_a_copy_of_the_model_begins_no_iteration_of_the_original():
     estimate(model, opt, scaler)
     expected = buffers(model)
     scaler.scale(loss_of(model, *batch(0, math.inf))).backward()
-    assert scaler.step(opt) is False and loss.requires_grad
+    assert not scaler.step(opt) and loss.requires_grad
     assert_same(buffers(model), expected)
 
 
@@ -296,7 +299,7 @@ def test_2_06_in_a_closure_as_well(flat):
         scaler.scale(loss).backward()
         return loss
 
-    assert scaler.step(opt, closure) is False
+    assert not scaler.step(opt, closure)
     assert_same(full(model), expected)
 
 
@@ -327,7 +330,7 @@ def test_2_07_a_skipped_step_restores_statistics_in_every_type(dtype, stepped, f
 
 def test_2_07_without_a_scaler_nothing_is_copied():
     model, opt, _ = with_norms(torch.bfloat16)
-    off = LossScaler("cpu", enabled=False)
+    off = LossScaler(DEVICE, enabled=False)
     step(model, opt, off)  # whether there is a scaler is known from here on
     inside.forbid_snapshots(opt)
     step(model, opt, off)
@@ -698,7 +701,7 @@ def test_2_05_a_pass_whose_gradients_were_cleared_is_no_part_of_a_skipped_step(s
     before = buffers(model)
     losses.append(scaler.scale(loss_of(model, *batch(1, math.inf))))
     losses[1].backward()
-    assert scaler.step(opt) is False
+    assert not scaler.step(opt)
     assert_same(buffers(model), before)
 
 
@@ -709,7 +712,7 @@ def test_2_05_a_pass_that_has_raised_holds_no_later_one():
     model(batch(0)[0])  # seen, and not trained on
     before = buffers(model)
     scaler.scale(loss_of(model, *batch(1, math.inf))).backward()
-    assert scaler.step(opt) is False
+    assert not scaler.step(opt)
     assert_same(buffers(model), before)
 
 
@@ -769,7 +772,7 @@ def test_2_05_a_gradient_whose_memory_was_exchanged_is_stepped():
 
 @FLAT
 def test_2_05_gradients_of_before_the_masters_are_added_to(flat):
-    model, mixed = norm_net(), MixedStep(torch.float16, flat, LossScaler("cpu", 2.0**10))
+    model, mixed = norm_net(), MixedStep(torch.float16, flat, LossScaler(DEVICE, 2.0**10))
     for p in model.parameters():
         p.grad = torch.full_like(p, 2.0**-3)
     mixed.attach(model)
@@ -908,11 +911,11 @@ def test_1_04_casts_from_outside_are_undone_and_lose_nothing(cast, flat):
     model, opt, scaler = with_norms(torch.bfloat16, flat)
     twin, twin_opt, _ = with_norms(torch.bfloat16, flat)
     for m, o in ((model, opt), (twin, twin_opt)):
-        step(m, o, LossScaler("cpu", enabled=False))
+        step(m, o, LossScaler(DEVICE, enabled=False))
         if m is model:
             getattr(m, cast)()
             opt.sync_from_model()
-        step(m, o, LossScaler("cpu", enabled=False))
+        step(m, o, LossScaler(DEVICE, enabled=False))
     assert model[0].weight.dtype == torch.bfloat16
     weights = {k: v for k, v in full(model).items() if "running" not in k and "num" not in k}
     assert_same(weights, {k: v for k, v in full(twin).items() if k in weights})
@@ -993,7 +996,7 @@ def test_a_skipped_step_restores_the_buffers_where_they_are(make):
     """To the bits before the whole pass, and in place: others may hold them."""
     model = make()
     model, opt = with_masters(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    scaler = LossScaler("cpu", init_scale=8.0)
+    scaler = LossScaler(DEVICE, init_scale=8.0)
     x = torch.randn(8, 4)
     held = dict(model.named_buffers())
     for factor in (1.0, torch.inf, torch.inf):
@@ -1013,7 +1016,7 @@ def test_a_scaler_leaves_a_restored_optimizer_alone():
     """It may be there still, with gradients in its model, while the model is trained on."""
     model = nn.Linear(4, 2)
     model, opt = with_masters(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    scaler, x = LossScaler("cpu", init_scale=8.0), torch.randn(8, 4)
+    scaler, x = LossScaler(DEVICE, init_scale=8.0), torch.randn(8, 4)
     scaler.scale(model(x).sum()).backward()
     scaler.step(opt)
     scaler.update()

@@ -392,12 +392,13 @@ def lay_out(
     They hold what is trained: what requires a gradient or has one. Raises: ValueError for a
     parameter in two groups.
     """
-    second = norm_bias_ids(self.model)
+    second, ranks = norm_bias_ids(self.model), _ranks(self.model) if self.flat else {}
     model_params = []
     for ps in param_lists:
         ps = [p for p in ps if p in self.master and (p.requires_grad or p.grad is not None)]
         model_params.append([p for p in ps if id(p) not in second])
-        model_params.append([p for p in ps if id(p) in second])
+        norms_and_biases = [p for p in ps if id(p) in second]
+        model_params.append(sorted(norms_and_biases, key=lambda p: ranks.get(id(p), 0)))
     ids = _ids(model_params)
     if owner is not None and owner not in self.layouts and None in self.layouts:
         self.layouts[owner] = self.layouts.pop(None)  # made before there was an optimizer
@@ -416,6 +417,16 @@ def lay_out(
     else:
         master_params = [[self.master[p] for p in ps] for ps in model_params]
     self.layouts[owner] = model_params, master_params
+
+
+def _ranks(model):
+    "The order within a vector: what fastai treats alike lies together, and is one bucket."
+    ranks = {}
+    for m in model.modules():
+        is_trained_when_frozen = isinstance(m, (nn.modules.batchnorm._NormBase, nn.LayerNorm))
+        for name, p in m.named_parameters(recurse=False):
+            ranks[id(p)] = 0 if is_trained_when_frozen else 2 if name == "bias" else 1
+    return ranks
 
 # %% ../../nbs/engine/07_masters.ipynb #93c79a3a
 @patch

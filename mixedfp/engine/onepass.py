@@ -224,7 +224,7 @@ def _as_vector(numbers, like):
     if any(isinstance(x, Tensor) for x in numbers):
         numbers = [torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in numbers]
         return torch.stack([x.reshape(()) for x in numbers])
-    vector = torch.tensor(numbers, dtype=like.dtype)
+    vector = torch.tensor(numbers, dtype=like.dtype, device="cpu")  # whatever the default is
     if like.device.type == "cuda":  # from pinned memory nobody waits for the copy
         return vector.pin_memory().to(like.device, non_blocking=True)
     return vector.to(like.device)
@@ -357,7 +357,7 @@ def _on_host(found):
     "A function that reads a number which is on its way to the host from now on."
     if found.device.type != "cuda":
         return found.item
-    host = torch.empty((), dtype=found.dtype, pin_memory=True)
+    host = torch.empty((), dtype=found.dtype, device="cpu", pin_memory=True)
     host.copy_(found, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

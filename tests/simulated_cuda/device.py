@@ -100,7 +100,8 @@ _ALL_ON_HOST = frozenset(
     _convolution nonzero masked_select index unique_dim _unique2 unique_consecutive randperm
     multinomial sort topk bincount cumsum cumprod embedding_dense_backward index_put index_put_
     _index_put_impl_ median nanmedian isin repeat_interleave _linalg_svd linalg_qr _linalg_eigh
-    linalg_inv_ex _linalg_solve_ex linalg_cholesky_ex _fft_r2c _fft_c2r _addmm_activation histc kthvalue mode scatter_add_ scatter_add index_add_ index_add _embedding_bag
+    linalg_inv_ex _linalg_solve_ex linalg_cholesky_ex _fft_r2c _fft_c2r _addmm_activation histc
+    kthvalue mode scatter_add_ scatter_add index_add_ index_add _embedding_bag
     _ctc_loss grid_sampler_2d equal""".split()
 )
 _WAITS = frozenset("nonzero masked_select _unique2 unique_dim unique_consecutive equal".split())

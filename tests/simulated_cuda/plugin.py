@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_configure(config):
     """End the run here, with one line, where no GPU can be simulated."""
-    if config.getoption("--learners-on-cuda"):
+    if config.getoption("--learners-on-cuda") or config.getoption("--default-cuda"):
         os.environ["MIXEDFP_TEST_DEVICE"] = "cuda"
     reason = why_not()
     if reason is not None:
