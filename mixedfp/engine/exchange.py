@@ -51,6 +51,11 @@ class Lent:
     own: Own
     rest: dict  # states of what is in no bucket
     others: list[Parameter]  # of the model, in no bucket: without a gradient
+    devices: list[int]  # of the parameters in the buckets, and of their masters, at that time
+
+    def has_moved(self) -> bool:
+        "Whether a parameter is on another device by now."
+        return list(map(Tensor.get_device, self.params)) != self.devices
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -166,6 +171,7 @@ def lend(self: ParamExchange) -> Lent:
         Own(save_lists(core), core.state, vars(self.opt).get("slow_weights")),
         rest={p: s for p, s in state.items() if p not in held},
         others=[p for ps in lists for p in ps if p not in held],
+        devices=[p.get_device() for u in buckets for p in u.params],
     )
     masters_of_groups = [[u.master for u in group] for group in groups]
     slow = self._unfold_slow_weights(masters_of_groups, joined)
