@@ -249,13 +249,23 @@ def move_states(self: ParamExchange) -> None:
     core = core_of(self.opt)
     lists = param_lists(core)
     groups = core.param_groups if isinstance(core, torch.optim.Optimizer) else [{}] * len(lists)
+    inner = [v.state for v in vars(core).values() if isinstance(v, torch.optim.Optimizer)]
     for group, ps in zip(groups, lists, strict=True):
         all_move = group.get("capturable") or group.get("fused")
-        for p, state in ((p, core.state[p]) for p in ps if p in core.state):
-            for k, v in state.items():
-                moves = all_move or k != "step" and is_per_element(v, p)
-                if moves and isinstance(v, Tensor) and v.device != p.device:
-                    state[k] = v.to(p.device)
+        for p, states in ((p, states) for p in ps for states in (core.state, *inner)):
+            _move_state(states.get(p, {}), p, all_move)
+    slow = vars(self.opt).get("slow_weights")
+    if slow is not None:
+        pairs = zip(lists, slow, strict=True)
+        moved = [[s.to(p.device) for p, s in zip(ps, ss, strict=True)] for ps, ss in pairs]
+        self._set_slow_weights(moved)
+
+
+def _move_state(state, p, all_move):
+    for k, v in state.items():
+        moves = all_move or k != "step" and is_per_element(v, p)
+        if moves and isinstance(v, Tensor) and v.device != p.device:
+            state[k] = v.to(p.device)
 
 # %% ../../nbs/engine/14_exchange.ipynb #60a89647
 _get_version = attrgetter("_version")
