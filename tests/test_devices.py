@@ -28,10 +28,9 @@ from mixedfp.scaler import LossScaler
 from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or a simulated one"),
-    pytest.mark.usefixtures("trials_are_remembered"),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU, or a simulated one"
+)
 N_GPUS = torch.cuda.device_count()
 on_two_gpus = pytest.mark.skipif(N_GPUS < 2, reason="needs two GPUs: see test_on_two_gpus")
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
@@ -404,7 +403,7 @@ def fit_on(learn, *devices, moves_states=False):
     for device in devices:
         learn.dls.device = torch.device(device)
         if moves_states and learn.opt is not None:
-            for state in inside.core_of(learn.opt).state.values():
+            for state in getattr(learn.opt, "opt", learn.opt).state.values():
                 moves = [k for k, v in state.items() if isinstance(v, torch.Tensor) and k != "step"]
                 state.update({k: state[k].to(device) for k in moves})
             if hasattr(learn.opt, "slow_weights"):  # fastai's Lookahead
@@ -861,7 +860,6 @@ def test_a_run_goes_on_where_there_are_two_gpus(tmp_path, monkeypatch):
 def train_without_a_gpu():
     """Train in each way, and predict."""
     assert not torch.cuda.is_available()
-    inside.remember_trials(pytest.MonkeyPatch())
     for dtype in DTYPES.values():
         for kind, kwargs in TRAINERS.values():
             t = kind(FUSED["sgd"], dtype=dtype, **kwargs)

@@ -155,6 +155,7 @@ class ParamExchange:
 def lend(self: ParamExchange) -> Lent:
     "Hand the optimizer the masters of all parameters that have a gradient."
     self.reclaim()
+    self.move_states()  # they are joined where their parameters are, as vectors lie there
     core, masters = core_of(self.opt), self.masters
     lists = [list(ps) for ps in param_lists(core)]
     state = self._fold_slow_weights(lists, core.state)

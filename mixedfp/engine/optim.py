@@ -364,7 +364,8 @@ def _are_all(self: OptimizerOnMasters, large):
 def takes_verdict(self: OptimizerOnMasters) -> bool:
     "Whether a pass on an accelerator steps all that has a gradient: nobody has to read a verdict."
     large = self._large() if self._may_pass() else []
-    return bool(large) and large[0].master.device.type != "cpu" and self._are_all(large)
+    on_device = all(u.master.device.type != "cpu" for u in large)
+    return bool(large) and on_device and self._are_all(large)
 
 
 @patch
