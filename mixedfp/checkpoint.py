@@ -82,7 +82,8 @@ def _set_random_states(states, dls):
     np.random.set_state((kind, np.array(key, dtype=np.uint32), *rest))
     torch.set_rng_state(states["torch"].cpu())
     if states["devices"] is not None and torch.accelerator.is_available():
-        _on_devices("set")(_to_cpu(states["devices"]))
+        saved, now = _to_cpu(states["devices"]), _on_devices("get")()
+        _on_devices("set")(saved[: len(now)] if isinstance(saved, list) else saved)
     for r, state in zip(_generators(dls), states["dls"], strict=False):
         r.setstate(state) if isinstance(r, random.Random) else r.set_state(state.cpu())
     for idxs, order in zip(_orders(dls), states["orders"], strict=False):

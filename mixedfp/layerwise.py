@@ -784,7 +784,7 @@ def _observe(self: LayerwiseGradientScaler, info, grads, above):
         if g is not None and g.is_floating_point():
             counts = _exponents(g, overflow)
             known = self._counts.get(info)
-            self._counts[info] = counts if known is None else known + counts
+            self._counts[info] = counts if known is None else known.to(counts.device) + counts
 
 
 @patch

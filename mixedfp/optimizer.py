@@ -463,6 +463,9 @@ def step(
         on_device = {}
     elif found_inf is not None and makes_states(self.optimizer) and found_inf.item() > 0:
         return self.skip()
+    if "found_inf" in on_device and len(set(self._on.lent.devices)) > 1:
+        # torch's scaler has added up what it found on several devices: a fused kernel skips at 1
+        on_device["found_inf"] = on_device["found_inf"].clamp(max=1)
     vars(self.optimizer).update(on_device)  # from a scaler, for a fused optimizer
     self._is_busy = self._buffers.is_within_step = True
     try:

@@ -251,9 +251,15 @@ def _bring_to_scale(self: LossScaler):
         if self._stage(optimizer) is OptState.UNSCALED:
             del self._per_optimizer_states[id(optimizer)]
         if _grads(getattr(optimizer, "optimizer", optimizer)):  # a `MasterOptimizer` looks longer
-            factor = used / (1.0 if scale is None else scale)
+            factor = used / (1.0 if scale is None else _on_device_of(used, scale))
             for g in _grads(optimizer):
                 g.mul_(factor.to(g.device))
+
+
+def _on_device_of(other, number):
+    "`number` where `other` is, if both are tensors: the model may have moved in between."
+    both = isinstance(other, torch.Tensor) and isinstance(number, torch.Tensor)
+    return number.to(other.device) if both else number
 
 
 def _grads(optimizer):
@@ -449,6 +455,8 @@ def step(
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
             done = self._skip(optimizer)
         else:
+            if is_fused and self._stage(optimizer) is OptState.UNSCALED:
+                self._join_verdicts(optimizer)
             done = super(LossScaler, self).step(optimizer, *args, **kwargs)
     self._grad_scales[optimizer] = None  # a fused one has unscaled them
     if done is not None:
@@ -465,6 +473,28 @@ def _has_to_be_read(self: LossScaler, optimizer):
     if stage is OptState.READY:
         self._check_inf_per_device(optimizer)
     return self.found_nonfinite(optimizer)
+
+
+@patch
+def _check_inf_per_device(self: LossScaler, optimizer):
+    "PyTorch calls it for fused optimizers, which unscale by themselves."
+    super(LossScaler, self)._check_inf_per_device(optimizer)
+    return self._join_verdicts(optimizer)
+
+
+@patch
+def _join_verdicts(self: LossScaler, optimizer):
+    """Make one verdict of those of several devices, 0 or 1. Sync: none.
+
+    PyTorch adds them up, and a fused kernel skips at 1 alone: overflows on two devices are 2.
+    """
+    state = self._per_optimizer_states[id(optimizer)]
+    found = state["found_inf_per_device"]
+    if len(found) > 1:
+        here = self._scale.device
+        together = torch.stack([v.to(here, non_blocking=True) for v in found.values()]).amax()
+        state["found_inf_per_device"] = {here: together}
+    return state["found_inf_per_device"]
 
 
 @patch
@@ -549,7 +579,7 @@ def update(
     if self.dynamic:
         self._scale.clamp_(self.min_scale, self.max_scale)
     if it is not None:
-        seen = it.found | found if late else found if states else None
+        seen = _on_device_of(found, it.found) | found if late else found if states else None
         self._iteration = it._replace(n_scaled=0, found=seen)
     if self.layers is not None and not self.layers.is_scaling:
         self.layers.update()
@@ -590,7 +620,8 @@ def _read(self: LossScaler):
     "Bring the record up to date, with one wait for the device if any."
     unread, self._unread = self._unread, []
     on_device = [found for found, _ in unread if not isinstance(found, bool)]
-    known = iter(torch.stack(on_device).tolist() if on_device else [])
+    here = [found.to(on_device[-1].device) for found in on_device]  # the model may have moved
+    known = iter(torch.stack(here).tolist() if here else [])
     for found, late in unread:
         skipped = found if isinstance(found, bool) else next(known)
         if not late:

@@ -377,7 +377,7 @@ def _decides_on_device(self: MixedStep):
     deferred = self.opt.iteration.deferred
     if not deferred or len(deferred) < len(self.opt.lent.buckets):
         return False
-    on_device = deferred[0].bucket.master.device.type != "cpu"
+    on_device = all(d.bucket.master.device.type != "cpu" for d in deferred)
     return on_device if self.on_device is None else self.on_device
 
 

@@ -236,7 +236,8 @@ def tensors_held(opt):
     """List what is kept beside model and state: masters, their gradients, memory of the pass."""
     if isinstance(opt, MasterOptimizer):  # its gradients are there when the backward pass ends
         buckets = opt._on.buckets or []
-        return [*(u.master for u in buckets), *(u.grad for u in buckets)]
+        grads = [u.grad if u.is_flat else u.master.grad for u in buckets]
+        return [*(u.master for u in buckets), *(g for g in grads if g is not None)]
     one_pass = opt.one_pass
     memory = list(one_pass.memory.values()) if one_pass else []
     chunks = [c for u in opt.buckets for c in (one_pass.chunks(u) if one_pass else [])]
@@ -387,6 +388,11 @@ def forward_needs(model):
 def scaler_device(scaler):
     """Return the type of the device that a scaler's numbers are on."""
     return scaler._device
+
+
+def devices_of_scale(scaler):
+    """Return the devices that the scale and the count of steps without a skip are on."""
+    return {scaler._scale.device, scaler._growth_tracker.device}
 
 
 def layer_infos(layers):

@@ -56,11 +56,14 @@ class BufferSnapshot:
         "Write the copies back: every buffer has the bits that it had at `save`."
         for i in self._touched() if self.is_pending else ():
             (m, k), (b, _, kept) = self.slots[i], self.kept[i]
+            now = m._buffers.get(k)
+            if b is not None and now is not None and now.device != b.device:  # the model was moved
+                is_same = (now.shape, now.dtype) == (b.shape, b.dtype)
+                b, kept = now if is_same else b.to(now.device), kept.to(now.device)
             if where is not None:
-                now = m._buffers.get(k)
                 if b is None or now is None or (now.shape, now.dtype) != (b.shape, b.dtype):
                     continue  # nobody here knows whether it is to change its kind
-                kept = torch.where(where > 0, kept, now.detach())
+                kept = torch.where(where.to(now.device) > 0, kept, now.detach())
             m._buffers[k] = b if b is None else b.copy_(kept)
             self.kept[i] = b, 0 if b is None else b._version, kept
         self.is_pending = False

@@ -51,6 +51,11 @@ class Lent:
     own: Own
     rest: dict  # states of what is in no bucket
     others: list[Parameter]  # of the model, in no bucket: without a gradient
+    devices: list[int]  # of the parameters in the buckets, and of their masters, at that time
+
+    def has_moved(self) -> bool:
+        "Whether a parameter is on another device by now."
+        return list(map(Tensor.get_device, self.params)) != self.devices
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -150,6 +155,7 @@ class ParamExchange:
 def lend(self: ParamExchange) -> Lent:
     "Hand the optimizer the masters of all parameters that have a gradient."
     self.reclaim()
+    self.move_states()  # they are joined where their parameters are, as vectors lie there
     core, masters = core_of(self.opt), self.masters
     lists = [list(ps) for ps in param_lists(core)]
     state = self._fold_slow_weights(lists, core.state)
@@ -166,6 +172,7 @@ def lend(self: ParamExchange) -> Lent:
         Own(save_lists(core), core.state, vars(self.opt).get("slow_weights")),
         rest={p: s for p, s in state.items() if p not in held},
         others=[p for ps in lists for p in ps if p not in held],
+        devices=[p.get_device() for u in buckets for p in u.params],
     )
     masters_of_groups = [[u.master for u in group] for group in groups]
     slow = self._unfold_slow_weights(masters_of_groups, joined)
@@ -243,13 +250,23 @@ def move_states(self: ParamExchange) -> None:
     core = core_of(self.opt)
     lists = param_lists(core)
     groups = core.param_groups if isinstance(core, torch.optim.Optimizer) else [{}] * len(lists)
+    inner = [v.state for v in vars(core).values() if isinstance(v, torch.optim.Optimizer)]
     for group, ps in zip(groups, lists, strict=True):
         all_move = group.get("capturable") or group.get("fused")
-        for p, state in ((p, core.state[p]) for p in ps if p in core.state):
-            for k, v in state.items():
-                moves = all_move or k != "step" and is_per_element(v, p)
-                if moves and isinstance(v, Tensor) and v.device != p.device:
-                    state[k] = v.to(p.device)
+        for p, states in ((p, states) for p in ps for states in (core.state, *inner)):
+            _move_state(states.get(p, {}), p, all_move)
+    slow = vars(self.opt).get("slow_weights")
+    if slow is not None:
+        pairs = zip(lists, slow, strict=True)
+        moved = [[s.to(p.device) for p, s in zip(ps, ss, strict=True)] for ps, ss in pairs]
+        self._set_slow_weights(moved)
+
+
+def _move_state(state, p, all_move):
+    for k, v in state.items():
+        moves = all_move or k != "step" and is_per_element(v, p)
+        if moves and isinstance(v, Tensor) and v.device != p.device:
+            state[k] = v.to(p.device)
 
 # %% ../../nbs/engine/14_exchange.ipynb #60a89647
 _get_version = attrgetter("_version")

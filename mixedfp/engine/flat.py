@@ -362,15 +362,16 @@ def take_deferred(
 ) -> None:
     "Make gradients that were left true; those that have come in their place are true."
     now = [p.grad for p in self.params]
-    if all(a is b for a, b in zip(now, grads, strict=True)):
+    has_moved = any(p.device != self.master.device for p in self.params)
+    if not has_moved and all(a is b for a, b in zip(now, grads, strict=True)):
         self.grads_to_master(now)
         if factor is not None:
-            self.grad.mul_(factor)
+            self.grad.mul_(factor.to(self.grad.device))
         return
     for p, g, was in zip(self.params, now, grads, strict=True):
         if g is not None and g is was:
             g = g.to(self.master.dtype)
-            p.grad = g if factor is None else g * factor
+            p.grad = g if factor is None else g * factor.to(g.device)
 
 # %% ../../nbs/engine/04_flat.ipynb #421cf091
 def is_per_element(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from fastcore.basics import patch
-from torch import nn
+from torch import Tensor, nn
 
 from ..cast import stays_float, to_float
 from .autocast import FindEnd, PromoteMixed, is_about_dtypes
@@ -141,7 +141,7 @@ class BeforeForward:
     """
 
     def __init__(self, model: nn.Module):
-        self.modules, self.device = list(model.modules()), _device_of(model)
+        self.model, self.modules = model, list(model.modules())
         self.slots = [(m, k) for m in self.modules for k, b in m._buffers.items() if b is not None]
         self.buffers, self.copies = [], []
         self.is_first = True
@@ -149,9 +149,10 @@ class BeforeForward:
     @torch.no_grad()
     def look(self) -> None:
         "Take everything down."
-        self.rng = [torch.get_rng_state()]
-        if self.device.type in ("cuda", "xpu"):
-            self.rng.append(torch.get_device_module(self.device).get_rng_state(self.device))
+        self.rng, self.cpu_rng = {}, torch.get_rng_state()
+        for device in _devices_of(self.model):
+            if device.type in ("cuda", "xpu"):
+                self.rng[device] = torch.get_device_module(device).get_rng_state(device)
         now = [m._buffers.get(k) for m, k in self.slots]
         if len(now) != len(self.buffers) or any(map(is_not, now, self.buffers)):
             self.buffers, self.copies = now, [None if b is None else b.clone() for b in now]
@@ -167,9 +168,9 @@ class BeforeForward:
 @torch.no_grad()
 def restore(self: BeforeForward) -> None:
     "Bring it back, but for what was written in place into tensors that are no buffers."
-    torch.set_rng_state(self.rng[0])
-    if len(self.rng) > 1:
-        torch.get_device_module(self.device).set_rng_state(self.rng[1], self.device)
+    torch.set_rng_state(self.cpu_rng)
+    for device, state in self.rng.items():
+        torch.get_device_module(device).set_rng_state(state, device)
     if self.is_first:
         for m, attributes in zip(self.modules, self.attributes, strict=True):
             vars(m).clear()
@@ -197,16 +198,20 @@ def end(self: BeforeForward) -> None:
     self.is_first = False
 
 # %% ../../nbs/engine/08_forward.ipynb #375cdc58
-def _device_of(model):
-    p = next(model.parameters(), None)
-    return torch.device("cpu") if p is None else p.device
+def _devices_of(model):
+    "Where the model is; several devices, where somebody has put its parts on them."
+    masters, first = masters_of(model), next(model.parameters(), None)
+    if masters is None or len(set(map(Tensor.get_device, masters.master))) < 2:
+        return [torch.device("cpu") if first is None else first.device]
+    return list(dict.fromkeys(p.device for p in masters.master))
 
 
-def _can_go_back(device):
+def _can_go_back(devices):
     "Not inside of `torch.func`, a trace or a CUDA graph."
     if torch.jit.is_tracing() or is_in_transform():
         return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    is_on_cuda = any(device.type == "cuda" for device in devices)
+    return not (is_on_cuda and torch.cuda.is_current_stream_capturing())
 
 # %% ../../nbs/engine/08_forward.ipynb #81b170f7
 class HalfForward(WrappedForward):
@@ -232,6 +237,7 @@ class HalfForward(WrappedForward):
 
     def look_again(self) -> None:
         "Find out anew what the model needs: it may have changed."
+        self.devices = _devices_of(self.model)
         self.attends = None  # whether it calls attention; None: not known yet
         self.needs = {}  # why autocast is entered, for each kind of call; None: it is not
         self.before = {}  # what brings the model back, for each kind of call
@@ -243,6 +249,7 @@ class HalfForward(WrappedForward):
             return self._compute(args, kwargs)
         if not torch.compiler.is_compiling():
             self._take_over_weights()
+            self.devices = _devices_of(self.model)  # it may have been moved
         args, inputs = cast_floats((args, kwargs), self.dtype)
         if any("label" in k for k in kwargs):  # targets: a loss inside the model is in 32 bits
             inputs = {k: kwargs[k] if "label" in k else v for k, v in inputs.items()}
@@ -310,7 +317,7 @@ def _compute_as_needed(self: HalfForward, args, kwargs):
 @patch
 def _look_before(self: HalfForward, kind):
     "What is needed to go back to where the model is now; None where one cannot."
-    if not _can_go_back(_device_of(self.model)):
+    if not _can_go_back(self.devices):
         return None
     before = self.before.get(kind)
     if before is None:
@@ -367,8 +374,9 @@ def _compute(self: HalfForward, args, kwargs, need=None, find=None):
     with nullcontext() if self.layers is None else self.layers.active():
         if need is None:
             return self._forward(args, kwargs, find)
-        device_type = _device_of(self.model).type
-        with torch.autocast(device_type, self.dtype):
+        first, *others = dict.fromkeys(device.type for device in self.devices)
+        other = torch.autocast(others[0], self.dtype) if others else nullcontext()
+        with torch.autocast(first, self.dtype), other:
             return self._forward(args, kwargs, find, PromoteMixed(need == "sigmoid"))
 
 
@@ -382,7 +390,7 @@ def _forward(self: HalfForward, *inputs):
         )
         with ComputeInFloat32():
             return self._forward_as_it_is(*inputs)
-    if self.dtype != torch.bfloat16 or self.native or _device_of(self.model).type != "cpu":
+    if self.dtype != torch.bfloat16 or self.native or not self._is_on_cpu():
         return self._forward_as_it_is(*inputs)
     return self._forward_with_attention(*inputs)
 
@@ -401,7 +409,13 @@ def _is_half_on_cpu(self: HalfForward):
     "Whether products may have to be computed in float32 and rounded."
     if self.native or self.dtype != torch.float16 or torch.compiler.is_exporting():
         return False
-    return _device_of(self.model).type == "cpu"
+    return self._is_on_cpu()
+
+
+@patch
+def _is_on_cpu(self: HalfForward):
+    "Whether the model is, or a part of it."
+    return any(device.type == "cpu" for device in self.devices)
 
 
 @patch

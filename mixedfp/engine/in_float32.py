@@ -71,11 +71,11 @@ class ComputeInFloat32(TorchFunctionMode):
         inputs = (args, kwargs)
         if torch.is_autocast_enabled("cpu"):
             return self._call_in_float(func, _round_floats(inputs))
-        dtypes = set()
-        map_tensors(lambda t: dtypes.add(t.dtype) or t, _without_mask(func, inputs))
-        floats = [dtype for dtype in dtypes if dtype.is_floating_point]
-        if floats != [torch.float16]:
-            return func(*args, **kwargs)  # not ours, or an error of PyTorch's
+        kinds = set()
+        map_tensors(lambda t: kinds.add((t.dtype, t.is_cpu)) or t, _without_mask(func, inputs))
+        floats = [(dtype, is_cpu) for dtype, is_cpu in kinds if dtype.is_floating_point]
+        if floats != [(torch.float16, True)]:
+            return func(*args, **kwargs)  # not ours, on a GPU, or an error of PyTorch's
         return self._call_in_float(func, inputs)
 
     def _call_in_float(self, func, inputs):

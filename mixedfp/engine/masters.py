@@ -8,7 +8,7 @@ __all__ = ['MasterParams', 'check_has_weights']
 # %% ../../nbs/engine/07_masters.ipynb #b0507800
 from collections.abc import Callable, Iterable
 from itertools import chain, groupby
-from operator import attrgetter, is_
+from operator import attrgetter, is_, ne
 from typing import Any
 
 import torch
@@ -316,6 +316,15 @@ def sync_from_model(self: MasterParams) -> None:
 
 
 @patch
+def has_moved(self: MasterParams) -> bool:
+    "Whether a parameter of the model is on another device than its master."
+    return any(map(ne, map(_device, self.master), map(_device, self.master.values())))
+
+
+_device = Tensor.get_device  # its number, below 0 on the host
+
+
+@patch
 def is_in_its_dtypes(self: MasterParams) -> bool:
     "Whether each parameter of the model has the dtype it was cast to."
     return all(map(is_, map(attrgetter("dtype"), self.param_dtype), self.param_dtype.values()))
@@ -604,6 +613,8 @@ def _show(self: MasterParams, module, state_dict, prefix):
     "Put the 32-bit values of `module` into `state_dict`."
     for k, p in module._parameters.items():
         if p in self.master and prefix + k in state_dict:
+            if self.master[p].device != p.device and not p.is_meta:
+                self.sync_from_model()
             full = self.master[p].detach()
             if not self.is_stepping:  # what was written is true before it is taken over
                 now = p.detach().to(full.device)

@@ -8,6 +8,7 @@ __all__ = ['COMPILE_FROM', 'OnePass']
 # %% ../../nbs/engine/12_onepass.ipynb #44a871c7
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -126,18 +127,18 @@ def _plan(self: OnePass, u, recorder, i, new, old):
 def min_max(
     self: OnePass,
     buckets: list[Bucket],  # flat, with gradients
-) -> Tensor:  # the smallest and the largest of each chunk: finite if all are
+) -> list[Tensor]:  # the smallest and the largest of each chunk: finite if all are; one a device
     "Look at all gradients without changing any. Sync: none."
-    found, self.gathered = [], {}
+    found, self.gathered = defaultdict(list), {}
     for u in buckets:
         has_taken = u.has_taken()
         for s in self.chunks(u):
             grad = u.grad[s.part] if has_taken else s.take(_own)
             if not has_taken and s.inside is None:
                 self.gathered[s] = grad
-            found += torch.aminmax(grad)
+            found[grad.device] += torch.aminmax(grad)
     dtype = max((u.master.dtype for u in buckets), key=lambda dtype: dtype.itemsize)
-    return torch.stack(found).to(dtype)
+    return [torch.stack(xs).to(dtype) for xs in found.values()]
 
 
 @patch
@@ -322,7 +323,8 @@ def step(
         befores = [dict(old) for old in olds]
         self.keep(state, dict(zip([u.master for u in buckets], befores, strict=True)), found)
     for u, plan in zip(buckets, plans, strict=True):
-        state[u.master] = self._run(u, plan, inv_scale, found)
+        here = (None if x is None else x.to(u.master.device) for x in (inv_scale, found))
+        state[u.master] = self._run(u, plan, *here)
     self.gathered = {}
 
 # %% ../../nbs/engine/12_onepass.ipynb #1ab3e6c9

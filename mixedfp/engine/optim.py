@@ -142,14 +142,17 @@ class HeldMasters:
         others = [u.master for u in _without(self.opt.buckets or [], deferred)]
         if not deferred:
             return [{"params": others}]
-        min_max = self.opt.one_pass.min_max(deferred)
-        seen = torch.empty_like(min_max)
-        seen.grad = min_max
-        return [{"params": [seen, *others]}]
+        return [{"params": [*map(_with_grad, self.opt.one_pass.min_max(deferred)), *others]}]
 
     def nonfinite_names(self) -> list[str]:
         "The model's names for the parameters whose gradients hold inf or nan."
         return self.opt.nonfinite_names()
+
+
+def _with_grad(grad):
+    seen = torch.empty_like(grad)
+    seen.grad = grad
+    return seen
 
 
 def _without(buckets, others):
@@ -197,11 +200,16 @@ def lay_out(self: OptimizerOnMasters) -> None:
 def sync_written(self: OptimizerOnMasters) -> None:
     "Take over what was written into the model's weights since the last step."
     if not self.watch.is_as_written():
-        self.reclaim()
-        self.masters.sync_from_model()
-        self.exchange.move_states()
+        self._sync_from_model()
         self.finish_backward()
         self.watch.renew(self.lent.others)
+
+
+@patch
+def _sync_from_model(self: OptimizerOnMasters):
+    self.reclaim()
+    self.masters.sync_from_model()
+    self.exchange.move_states()
 
 # %% ../../nbs/engine/17_optim.ipynb #382a4ad1
 @patch
@@ -258,6 +266,8 @@ def finish_backward(self: OptimizerOnMasters) -> None:
     it = self.iteration
     if it.is_settled:
         return
+    if self._has_moved():  # else gradients would come to masters on another device
+        self._sync_from_model()
     if it.deferred:
         self.grads.materialize()
     if it.none_is_zero:
@@ -270,6 +280,12 @@ def finish_backward(self: OptimizerOnMasters) -> None:
     if self.one_pass is not None:
         self.one_pass.gathered = {}
     self.grads.take(grads, self._large() if it.exclusive and self._may_pass() else [])
+
+
+@patch
+def _has_moved(self: OptimizerOnMasters):
+    lent = self.exchange.lent
+    return self.masters.has_moved() if lent is None else lent.has_moved()
 
 
 @patch
@@ -293,7 +309,7 @@ def _may_pass(self: OptimizerOnMasters):
         return True
     hooks = [hook for hook in step_hooks(core) if not hasattr(hook, "is_guard")]
     special = "capturable", "differentiable"
-    if next(iter(self.masters.master)).device.type != "cpu":
+    if any(u.master.device.type != "cpu" for u in lent.large):
         special += ("fused",)  # a pass of its own, that leaves its step counts on the device
     on_device = any(group.get(k) for group in core.param_groups for k in special)
     return not (hooks or on_device or "found_inf" in vars(core))
@@ -348,7 +364,8 @@ def _are_all(self: OptimizerOnMasters, large):
 def takes_verdict(self: OptimizerOnMasters) -> bool:
     "Whether a pass on an accelerator steps all that has a gradient: nobody has to read a verdict."
     large = self._large() if self._may_pass() else []
-    return bool(large) and large[0].master.device.type != "cpu" and self._are_all(large)
+    on_device = all(u.master.device.type != "cpu" for u in large)
+    return bool(large) and on_device and self._are_all(large)
 
 
 @patch
