@@ -143,6 +143,11 @@ def would_compile(opt):
     return any(opt.one_pass._is_compiled(u) for u in opt.buckets)
 
 
+def numbers_for_pass(numbers, like):
+    """Put an update's numbers where a compiled pass over `like` reads them."""
+    return _home(OnePass)._as_vector(numbers, like)
+
+
 def has_passed(opt):
     """Whether a step of `opt`, in a fit maybe that is over, has taken the one pass."""
     return bool(opt.one_pass.paths)

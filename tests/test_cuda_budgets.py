@@ -12,6 +12,7 @@ from torch import nn
 if "simulated_cuda.device" not in sys.modules:
     pytest.skip("needs -p simulated_cuda.plugin, see make test-cuda", allow_module_level=True)
 
+import inside
 from fastai.callback.training import GradientAccumulation, GradientClip
 from simulated_cuda.device import counts
 from simulated_cuda.steps import OPTIMIZERS, by_hand, in_a_learner, net
@@ -108,6 +109,15 @@ def test_a_learner_waits_for_nothing_that_fastai_does_not_wait_for(
     reads = dtype == torch.float16 and (not flat or is_watched)
     assert cost.whole.waits == plain.whole.waits + int(reads)
     assert cost.whole.pageable_copies == plain.whole.pageable_copies
+
+
+def test_the_numbers_of_a_compiled_step_are_on_their_way_while_it_is_launched():
+    """Its rates, which move from step to step."""
+    like, before = torch.ones(4, device="cuda"), counts()
+    vector = inside.numbers_for_pass([0.5, 0.25, 2.0], like)
+    done = counts() - before
+    assert (done.waits, done.copies, done.pageable_copies) == (0, 1, 0)
+    assert vector.is_cuda and vector.tolist() == [0.5, 0.25, 2.0]
 
 
 @pytest.mark.parametrize("scales", [{"0": 16.0}, "auto"], ids=["given", "auto"])
