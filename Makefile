@@ -115,9 +115,9 @@ types: .venv/.dev
 test-cuda: .venv/.dev
 	$(ON_CUDA) $(call whole,cuda_budgets devices) \
 	  tests/test_onepass_cuda.py -k 'not compiled_pass_is_within'
-	$(ON_CUDA) --learners-on-cuda --one-in 12 $(LEARNERS_ON_CUDA) -k 'not RNN'
-	$(ON_CUDA) --default-cuda --one-in 12 $(LOOPS_ON_CUDA) -k '$(NOT_ON_CUDA)'
-	$(ON_CUDA) --one-in 15 $(BESIDE_CUDA)
+	$(ON_CUDA) --learners-on-cuda --one-in 20 $(LEARNERS_ON_CUDA) -k 'not RNN'
+	$(ON_CUDA) --default-cuda --one-in 16 $(LOOPS_ON_CUDA) -k '$(NOT_ON_CUDA)'
+	$(ON_CUDA) --one-in 25 $(BESIDE_CUDA)
 
 test-latest: .venv-latest/.installed-$(TODAY)
 	python tools/run_notebooks.py --workers $(WORKERS) $(ELSEWHERE)
