@@ -3,6 +3,8 @@
 # make test-cuda    what can be seen of a GPU without one, on a simulated one
 # make test-latest  what another fastai or torch can break, with today's newest, without nbdev
 # make test-oldest  the same with the oldest PyTorch that settings.ini promises
+# make test-gpu     on a machine with a GPU: tests of CUDA, and of learners whose data is there
+# make bench-gpu    on a machine with a GPU: 10 minutes, one JSON, a table to post
 # make readme       README.md from index.ipynb
 # make notebooks    run every notebook and keep the outputs
 # make lint types   the quick checks; pyright
@@ -83,11 +85,11 @@ IN_TURN := pytest -q -n $(WORKERS) --dist worksteal
 PYTEST := $(IN_TURN) --callback-table=check
 ON_CUDA := PYTHONPATH=tests $(IN_TURN) -p simulated_cuda.plugin
 
-.PHONY: demo test test-latest test-oldest test-cuda readme notebooks lint types clean
+.PHONY: demo test test-latest test-oldest test-cuda test-gpu bench-gpu readme notebooks lint types clean
 
 # A shell of our own choice: make then looks for programs on the path set here, in every version.
 SHELL := /bin/bash
-demo test test-cuda readme notebooks lint types: export PATH := $(CURDIR)/.venv/bin:$(PATH)
+demo test test-cuda test-gpu bench-gpu readme notebooks lint types: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 test-latest: export PATH := $(CURDIR)/.venv-latest/bin:$(PATH)
 test-oldest: export PATH := $(CURDIR)/.venv-oldest/bin:$(PATH)
 
@@ -126,6 +128,15 @@ test-latest: .venv-latest/.installed-$(TODAY)
 test-oldest: .venv-oldest/.installed
 	python tools/run_notebooks.py --workers $(WORKERS) $(ELSEWHERE)
 	$(PYTEST) $(OF_FASTAI) $(OF_TORCH)
+
+# on a real one; the learners are those of test-cuda, all of them
+test-gpu: .venv/.dev
+	@python -c "import sys, torch; torch.cuda.is_available() or \
+	  sys.exit('no test was run: PyTorch finds no CUDA device here')"
+	MIXEDFP_TEST_DEVICE=cuda $(IN_TURN) $(call whole,onepass_cuda devices) $(LEARNERS_ON_CUDA)
+
+bench-gpu: .venv/.dev
+	python bench/gpu.py
 
 readme: .venv/.dev
 	python tools/readme.py
