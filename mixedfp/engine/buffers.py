@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .forward import called_modules
-from .torch_private import module_of_call
+from .torch_private import copy_each_, module_of_call
 from ..nested import map_tensors
 
 # %% ../../nbs/engine/15_buffers.ipynb #e6914cf3
@@ -54,19 +54,43 @@ class BufferSnapshot:
         where: Tensor | None = None,  # (), 0 to leave all as it is: known on the device only
     ) -> None:
         "Write the copies back: every buffer has the bits that it had at `save`."
+        targets: dict[int, Any] = {}
         for i in self._touched() if self.is_pending else ():
-            (m, k), (b, _, kept) = self.slots[i], self.kept[i]
+            (m, k), (b, version, kept) = self.slots[i], self.kept[i]
             now = m._buffers.get(k)
             if b is not None and now is not None and now.device != b.device:  # the model was moved
                 is_same = (now.shape, now.dtype) == (b.shape, b.dtype)
                 b, kept = now if is_same else b.to(now.device), kept.to(now.device)
-            if where is not None:
-                if b is None or now is None or (now.shape, now.dtype) != (b.shape, b.dtype):
-                    continue  # nobody here knows whether it is to change its kind
-                kept = torch.where(where.to(now.device) > 0, kept, now.detach())
-            m._buffers[k] = b if b is None else b.copy_(kept)
+                self.kept[i] = b, version, kept
+            is_there = b is not None and now is not None
+            if where is None or is_there and (now.shape, now.dtype) == (b.shape, b.dtype):
+                targets[i] = b  # of the others nobody here knows whether they are to change
+        if where is not None:
+            self._choose(where, targets)
+        for i, b in targets.items():
+            (m, k), kept = self.slots[i], self.kept[i][2]
+            if b is not None and where is None:
+                b.copy_(kept)
+            m._buffers[k] = b
             self.kept[i] = b, 0 if b is None else b._version, kept
         self.is_pending = False
+
+    def _choose(self, where, targets):
+        "Old bits or new ones, as the device says: all buffers of a kind at once."
+        kinds = {}
+        for i, b in targets.items():
+            kinds.setdefault((b.device, b.dtype), []).append(i)
+        for (device, _), places in kinds.items():
+            slots = [self.slots[i] for i in places]
+            old = torch.cat([self.kept[i][2].reshape(-1) for i in places])
+            new = torch.cat([m._buffers[k].detach().reshape(-1) for m, k in slots])
+            chosen = torch.where(where.to(device) > 0, old, new)
+            bs = [targets[i] for i in places]
+            pieces = chosen.split([b.numel() for b in bs])
+            views = [piece.view(b.shape) for piece, b in zip(pieces, bs, strict=True)]
+            copy_each_(bs, views)
+            for i, view in zip(places, views, strict=True):
+                self.kept[i] = *self.kept[i][:2], view
 
     def _touched(self):
         "Which buffers may differ from their copies: statistics always, kernels count no writes."

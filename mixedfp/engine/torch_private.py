@@ -156,9 +156,17 @@ def cpu_has_amx() -> bool:
 def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each of `sources` into its target, cast to its dtype; on one device at one go.
 
-    No public operation takes lists. Seen in 2.10 to 2.15: `torch._foreach_copy_`.
+    No public operation takes lists. Seen in 2.10 to 2.15: `torch._foreach_copy_`, which a GPU does
+    one by one where they are not all of one dtype.
     """
-    torch._foreach_copy_(targets, sources)
+    if not targets or targets[0].device.type == "cpu":
+        torch._foreach_copy_(targets, sources)
+        return
+    kinds: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+    for t, s in zip(targets, sources, strict=True):
+        kinds.setdefault((t.device, t.dtype, s.dtype), []).append((t, s))
+    for pairs in kinds.values():
+        torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
 
 
 def zero_each_(tensors: list[Tensor]) -> None:
