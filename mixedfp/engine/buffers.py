@@ -59,11 +59,10 @@ class BufferSnapshot:
             (m, k), (b, version, kept) = self.slots[i], self.kept[i]
             now = m._buffers.get(k)
             if b is not None and now is not None and now.device != b.device:  # the model was moved
-                is_same = (now.shape, now.dtype) == (b.shape, b.dtype)
-                b, kept = now if is_same else b.to(now.device), kept.to(now.device)
+                b = now if _are_alike(b, now) else b.to(now.device)
+                kept = kept.to(now.device)
                 self.kept[i] = b, version, kept
-            is_there = b is not None and now is not None
-            if where is None or is_there and (now.shape, now.dtype) == (b.shape, b.dtype):
+            if where is None or _are_alike(b, now):
                 targets[i] = b  # of the others nobody here knows whether they are to change
         if where is not None:
             self._choose(where, targets)
@@ -102,6 +101,10 @@ class BufferSnapshot:
     def discard(self) -> None:
         "Accept what was written."
         self.is_pending = False
+
+
+def _are_alike(a, b):
+    return a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype)
 
 # %% ../../nbs/engine/15_buffers.ipynb #e6ae305e
 class IterationBuffers:
