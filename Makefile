@@ -62,8 +62,8 @@ ELSEWHERE := index.ipynb $(addprefix nbs/,10_callback.ipynb 12_skorch.ipynb 13_c
   engine/11_optim_access.ipynb engine/12_onepass.ipynb engine/13_elementwise.ipynb)
 # What runs on the simulated GPU: learners whose data is there, then plain loops, then the CPU of a
 # machine with a GPU that nobody asked for. Of each a part, always the same. Left out is what it has
-# not (fused LSTMs, sparse memory, complex kernels), what fastai does with another default device,
-# and tests of sizes: vectors have gaps on a GPU.
+# not (fused LSTMs, sparse memory, complex kernels, cuSOLVER), what fastai does with another default
+# device, and tests of what a CPU alone does, or of sizes: vectors have gaps on a GPU.
 LEARNERS_ON_CUDA := $(call part,exactness,float32_is_plain_fastai) \
   $(call part,flat,flat_is_each_in_float16) \
   $(call part,skip,training_goes_on_as_if_the_batch_had_not_been \
@@ -76,7 +76,8 @@ LEARNERS_ON_CUDA := $(call part,exactness,float32_is_plain_fastai) \
   $(call part,fastai_callbacks,float32_is_plain_fastai) \
   $(call part,workflows,float32_is_plain_fastai) \
   $(call whole,layer_scales)
-NOT_ON_CUDA := not (SparseAdam or complex or hold_float32_masters or learners or set_by_hand)
+NOT_ON_CUDA := not (sparse or complex or orthogonal or capturable or autocast_around \
+  or small_steps or hold_float32_masters or learners or set_by_hand)
 LOOPS_ON_CUDA := $(call whole,optimizer amp_patterns master faults_loops)
 BESIDE_CUDA := $(call whole,scaler skip layer_scales optimizer skorch callback)
 # A worker that is done takes what another one has not begun: files stay together until then, and

@@ -1131,7 +1131,7 @@ def test_a_schedule_moves_the_rate_as_of_the_plain_optimizer(name, flat):
 def test_a_schedule_does_not_warn_when_the_first_step_is_skipped(name):
     """Under torch's own scaler it warns that the optimizer was not called."""
     model, opt = pair("SGD momentum", dtype=HALF, flat_master=True)
-    scaler = LossScaler("cpu", init_scale=8.0)
+    scaler = LossScaler(init_scale=8.0)
     seen = rates(model, opt, MAKERS[name](opt), scaler, bad=(0, 3))
     assert scaler.skipped == [0, 3]
     if name != "ReduceLROnPlateau":
@@ -1159,7 +1159,7 @@ def test_a_schedule_made_before_the_masters_does_not_warn_of_a_first_step_that_i
     model, opt = start("SGD momentum")
     schedule = lr_scheduler.ExponentialLR(opt, 0.5)
     model, opt = with_masters(model, opt, dtype=HALF)
-    scaler = LossScaler("cpu", init_scale=8.0)
+    scaler = LossScaler(init_scale=8.0)
     rates(model, opt, schedule, scaler, bad=(0,))
     assert scaler.skipped == [0]
 
