@@ -150,6 +150,16 @@ def test_masters_of_each_parameter_cost_few_launches_more_than_foreach(dtype, na
     assert cost.launches <= plain.launches + more
 
 
+def test_weights_of_two_dtypes_are_written_in_two_launches():
+    """As those of a model whose norms stay in 32 bits: PyTorch's own takes one a tensor then."""
+    targets = [torch.zeros(4, device="cuda", dtype=d) for d in (torch.bfloat16, torch.float32) * 5]
+    sources = [torch.full((4,), i + 0.5, device="cuda") for i in range(10)]
+    before = counts()
+    inside.torch_private.copy_each_(targets, sources)
+    assert (counts() - before).launches == 2
+    assert_same([t.float() for t in targets], sources)
+
+
 # The verdict that nobody reads
 
 
