@@ -30,6 +30,7 @@ from .engine.masters import MasterParams, check_has_weights
 from .engine.optim import OptimizerOnMasters
 from .engine.optim_access import LooseParams, named_params
 from mixedfp.engine.torch_private import (
+    asks_by_name,
     count_as_stepped,
     forward_hooks,
     outside_of_dynamo,
@@ -188,6 +189,8 @@ class MasterOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict]:
         "The optimizer's groups over the masters, whose gradients are the model's by now."
+        if asks_by_name():
+            return self._on.reclaim().param_groups
         self._take_grads()
         return self.optimizer.param_groups
 
@@ -207,6 +210,8 @@ class MasterOptimizer(Optimizer):
     @property
     def state(self) -> dict[Tensor, dict]:
         "The optimizer's state of each master; that of a model's parameter is found as well."
+        if asks_by_name():
+            return self._on.reclaim().state
         self._take_grads()
         if not isinstance(self.optimizer.state, _States):
             self.optimizer.state = _States(self.optimizer.state, weakref.ref(self._on))

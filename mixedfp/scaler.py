@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .engine.torch_private import count_as_stepped, unscales_by_itself
 from .formats import MixedPrecisionError
 from .nested import check_factors, check_flag, check_positive, check_steps
+from .sharded import agree, groups_of, is_sharded, local_parts
 
 # %% ../nbs/04_scaler.ipynb #f77c3d7e
 class ScaleRecord:
@@ -311,7 +312,9 @@ def _unscale_grads_(self: LossScaler, optimizer, inv_scale, found_inf, allow_fp1
     known = self._per_optimizer_states[id(optimizer)]
     known["optimizer"], known["inv_scale"] = optimizer, inv_scale
     params, refused = [], []
-    for i, group in enumerate(optimizer.param_groups):
+    param_groups = optimizer.param_groups
+    sharing = groups_of(p for group in param_groups for p in group["params"])
+    for i, group in enumerate(param_groups):
         for j, p in enumerate(group["params"]):
             if p.grad is not None:
                 params += _for_kernel(p)
@@ -331,10 +334,13 @@ def _unscale_grads_(self: LossScaler, optimizer, inv_scale, found_inf, allow_fp1
         )
     seen: Any = SimpleNamespace(param_groups=[{"params": params}])
     checks = super(LossScaler, self)._unscale_grads_(seen, inv_scale, found_inf, allow_fp16)
-    return checks or {found_inf.device: found_inf}  # no gradient at all is no overflow
+    checks = checks or {found_inf.device: found_inf}  # no gradient at all is no overflow
+    return {device: agree(found, sharing) for device, found in checks.items()}
 
 
 def _for_kernel(p):
+    if is_sharded(p.grad):
+        return [q for part in local_parts(p.grad) for q in _for_kernel(_with_grad(part))]
     if p.grad.is_complex() and not p.grad.is_sparse:
         return [_with_grad(torch.view_as_real(p.grad))]
     if p.grad.is_sparse and not p.grad.is_coalesced():  # what is finite may have an infinite sum

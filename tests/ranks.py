@@ -1,4 +1,4 @@
-"""Two processes that talk to each other over gloo, for tests of what ranks agree on."""
+"""Processes that talk to each other over gloo, for tests of what ranks agree on."""
 
 import os
 import sys
@@ -18,14 +18,21 @@ SECONDS = 900  # for all the work, on a machine that does much else; then the pr
 
 
 def on_two_ranks(work: Callable[[int], Any], folder: Path, preload: tuple[str, ...] = ()) -> list:
-    """Run `work(rank)` in two processes; return both results, which `torch.save` can write.
+    """Do `on_ranks` with two."""
+    return on_ranks(2, work, folder, preload)
 
-    `preload` names modules that both need, to be imported once.
+
+def on_ranks(
+    n: int, work: Callable[[int], Any], folder: Path, preload: tuple[str, ...] = ()
+) -> list:
+    """Run `work(rank)` in `n` processes; return all results, which `torch.save` can write.
+
+    `preload` names modules that all need, to be imported once.
     Raises: TimeoutError after `SECONDS`; RuntimeError with what was raised, or how a process ended.
     """
     context = get_context("forkserver")  # a fork of this process would copy its threads' locks
     context.set_forkserver_preload(["ranks", *preload])
-    processes = [context.Process(target=_run, args=(work, r, str(folder))) for r in range(2)]
+    processes = [context.Process(target=_run, args=(work, r, n, str(folder))) for r in range(n)]
     with _path_for_children():
         for process in processes:
             process.start()
@@ -74,13 +81,13 @@ def _read(file, process):
     return f"no result; the process ended with {process.exitcode}"
 
 
-def _run(work, rank, folder):
+def _run(work, rank, n, folder):
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meet",
         rank=rank,
-        world_size=2,
+        world_size=n,
         timeout=timedelta(seconds=SECONDS / 2),
     )
     try:

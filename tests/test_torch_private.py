@@ -17,6 +17,7 @@ import torch
 from inside import torch_private as private
 from torch import distributed, nn
 from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import (
@@ -429,6 +430,30 @@ def test_the_ddp_around_a_forward_pass_is_found(model):
     finally:
         distributed.destroy_process_group()
     assert seen == [ddp] and private.active_ddp() is None
+
+
+@canary("asks_by_name", "loads_in_place")
+def test_the_functions_for_files_of_many_processes_are_known():
+    """They ask an optimizer for its groups, and a model for its tensors, by themselves."""
+    by_name, in_place = [], []
+
+    class Opt(SGD):
+        @property
+        def param_groups(self):
+            by_name.append(private.asks_by_name())
+            return self.groups
+
+        @param_groups.setter
+        def param_groups(self, groups):
+            self.groups = groups
+
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(lambda *args: in_place.append(private.loads_in_place()))
+    opt = Opt(model.parameters(), lr=0.1)
+    assert opt.param_groups and model.state_dict()
+    assert by_name and not any(by_name) and in_place == [False]
+    get_state_dict(model, opt)
+    assert any(by_name) and in_place == [False, True]
 
 
 @canary("schema_of", "TorchDispatchMode", "is_in_torch_dispatch_mode")

@@ -1,6 +1,6 @@
 """Checks that each module imports only what stands below it.
 
-    1 numbers   formats ‖ testing ‖ nested   what 16 bits hold; tests; maps and checks
+    1 numbers   formats ‖ testing ‖ nested ‖ sharded   16 bits; tests; maps and checks; ranks
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise   each readable alone
     3 engine    mixedfp.engine, in the order of ENGINE   how it is made exact and fast
     4 the step  step                             the way of one batch, in order
@@ -23,7 +23,7 @@ from notebooks import ROOT
 
 PACKAGE = "mixedfp"
 PRIVATE = "engine.torch_private"  # of PyTorch
-NUMBERS = {"formats", "testing", "nested", PRIVATE}
+NUMBERS = {"formats", "testing", "nested", "sharded", PRIVATE}
 IDEAS = {"cast", "master", "scaler", "layerwise"}
 # each of these may import those before it
 ENGINE = [
@@ -32,7 +32,7 @@ ENGINE = [
     optim_access elementwise onepass buffers exchange gradients optim""".split()
 ]
 
-BELOW = {PRIVATE: set(), "formats": {PRIVATE}}
+BELOW = {PRIVATE: set(), "sharded": set(), "formats": {PRIVATE}}
 BELOW |= {"testing": {PRIVATE, "formats"}, "nested": {PRIVATE, "formats"}}
 BELOW |= {idea: NUMBERS for idea in IDEAS}
 BELOW["master"] = NUMBERS | {"engine.masters"}  # shows it under its public name, when asked for it

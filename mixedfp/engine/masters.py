@@ -39,10 +39,11 @@ from mixedfp.engine.flat import (
     split_vector,
 )
 from .full_state import ShowMasters, UnfinishedLoad, keep_low_bits, masters_of
-from .torch_private import loads_strictly, state_dict_hooks
+from .torch_private import loads_in_place, loads_strictly, state_dict_hooks
 from ..formats import MixedPrecisionError
 from ..master import norm_bias_ids
 from ..nested import check_dtype, notice_once
+from ..sharded import is_sharded
 
 # %% ../../nbs/engine/07_masters.ipynb #57ac8447
 class _Buffer:
@@ -151,12 +152,36 @@ def _check_model(self: MasterParams, model):
 def check_has_weights(
     model: nn.Module,
 ) -> None:
-    "Refuse a model on the meta device, before anything is changed. Raises: MixedPrecisionError."
+    "Refuse what is not all here, before anything is changed. Raises: MixedPrecisionError."
     for name, p in model.named_parameters():
+        if is_sharded(p):
+            raise MixedPrecisionError(
+                f"`{name}` is a DTensor, of which this process has a part: masters would be made "
+                "of parts. FSDP2 keeps 32-bit shards itself, and computes in 16 bits with "
+                "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)); "
+                "mixedfp.scaler.LossScaler scales its loss for float16"
+            )
         if p.is_meta:
             raise MixedPrecisionError(
                 f"`{name}` is on the meta device: there are no weights yet to keep in 32 bits. "
                 "Give it some first, model.to_empty(device='cpu') and its initialization"
+            )
+
+# %% ../../nbs/engine/07_masters.ipynb #fad95ee5
+@patch
+def check_in_model(
+    self: MasterParams,
+    params: list[Parameter],  # that an optimizer is about to step
+) -> None:
+    "Refuse masters of what is no longer in the model. Raises: MixedPrecisionError."
+    inside = set(self.model.parameters())
+    for p in params:
+        if p not in inside and p in self.master:
+            raise MixedPrecisionError(
+                f"a parameter of shape {tuple(p.shape)} that the optimizer steps is no longer in "
+                f"the {type(self.model).__name__}: it would be trained, and the model not. Make "
+                "the optimizer over the parameters that the model has now; and shard a model "
+                "instead of giving it masters: fully_shard(model, mp_policy=...)"
             )
 
 # %% ../../nbs/engine/07_masters.ipynb #84da6425
@@ -632,7 +657,7 @@ def _out_of_vector(self: MasterParams, p, full, state_dict, name):
     if shown is not None and _place(shown) == _place(full):
         return shown
     self._shown_as[p] = name
-    return as_own_storage(full)
+    return full.clone() if loads_in_place() else as_own_storage(full)
 
 
 def _place(t):

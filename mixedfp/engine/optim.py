@@ -165,6 +165,7 @@ def lend(self: OptimizerOnMasters) -> None:
     "Hand the optimizer the masters of all parameters that have a gradient."
     if not self.exchange.is_current(self.grads.see(), self.iteration.none_is_zero):
         self.reclaim()
+        self.masters.check_in_model(self.exchange.params())
         self.watch.watch(self.exchange.lend().params)
 
 

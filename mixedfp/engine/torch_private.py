@@ -8,7 +8,8 @@ __all__ = ['NORMS', 'STEP_HOOKS', 'outside_of_dynamo', 'uncompiled', 'sequence_n
            'may_hook_saved_tensors', 'cpu_has_fp16', 'cpu_has_bf16', 'cpu_has_amx', 'copy_each_', 'zero_each_',
            'norm_of_each', 'apply_to_own', 'forward_hooks', 'remove_hooks', 'state_dict_hooks', 'loads_strictly',
            'module_of_call', 'is_replica', 'step_hooks', 'is_of_schedule', 'count_as_stepped', 'unscales_by_itself',
-           'active_ddp', 'assure', 'schema_of', 'TorchDispatchMode', 'is_in_torch_dispatch_mode']
+           'active_ddp', 'asks_by_name', 'loads_in_place', 'assure', 'schema_of', 'TorchDispatchMode',
+           'is_in_torch_dispatch_mode']
 
 # %% ../../nbs/engine/00_torch_private.ipynb #3764d45c
 import sys
@@ -315,6 +316,31 @@ def active_ddp() -> DistributedDataParallel | None:
     `DistributedDataParallel._active_ddp_module`.
     """
     return DistributedDataParallel._active_ddp_module
+
+
+def asks_by_name() -> bool:
+    """Whether the caller's caller is of `torch.distributed.checkpoint.state_dict`.
+
+    Its functions look for an optimizer's parameters in the model, and take no other form of them.
+    Seen in 2.10 to 2.15: they read `param_groups` and `state` of the optimizer.
+    """
+    return _is_by_name(sys._getframe(2))
+
+
+def loads_in_place() -> bool:
+    """Whether `torch.distributed.checkpoint.state_dict` asks for what a file is read into.
+
+    The tensors of a plain model's `state_dict` are its weights; a master is one of two copies.
+    Seen in 2.10 to 2.15: its functions call the model's `state_dict`.
+    """
+    frame = sys._getframe()
+    while frame is not None and not _is_by_name(frame):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_by_name(frame):
+    return frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 # %% ../../nbs/engine/00_torch_private.ipynb #7f8da5b7
 def assure(fact: bool) -> None:
