@@ -246,7 +246,18 @@ def before_batch(self: MixedPrecision) -> None:
     "Look at the inputs, which stay as they are: the model's forward pass casts them."
     if not self.mixed.has_opt or self.learn.opt is not self.mixed.opt:  # made anew in a fit
         self._hold()
+    if self.training:
+        self.mixed.opt.expect_steps(self._n_left())
     self.learn.xb = self.mixed.cast(self.xb, self.training)
+
+
+@patch
+def _n_left(self: MixedPrecision):
+    "Steps that the fit has after this one, if nobody ends it early; None outside of a fit."
+    learn = self.learn
+    if not all(hasattr(learn, k) for k in ("n_epoch", "epoch", "n_iter", "iter")):
+        return None
+    return (learn.n_epoch - learn.epoch) * learn.n_iter - learn.iter - 1
 
 
 @patch

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from mixedfp.cast import stays_float
-from mixedfp.engine import torch_private
+from mixedfp.engine import payback, torch_private
 from mixedfp.engine.elementwise import check_elementwise
 from mixedfp.engine.exchange import ParamExchange
 from mixedfp.engine.flat import Bucket, GradBuffer, rooms, split_vector
@@ -137,10 +137,10 @@ def note_copies(sizes):
     module.copy_each_ = note
 
 
-def would_compile(opt):
-    """Whether any update of `opt`, whose gradients are there, would be compiled."""
-    opt.lend()
-    return any(opt.one_pass._is_compiled(u) for u in opt.buckets)
+def pays_after(monkeypatch, work):
+    """Have compiling pay once chunks have done so many operations on elements on a CPU."""
+    costs = payback.Costs(compiling=(work - 0.5) * 1e-9, operation=1.0)
+    monkeypatch.setitem(payback.COSTS, "cpu", costs)
 
 
 def numbers_for_pass(numbers, like):

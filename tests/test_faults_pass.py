@@ -188,17 +188,19 @@ from torch import nn
 from mixedfp.step import MixedStep
 assert "torch._inductor" not in sys.modules
 inside.everything_is_large(pytest.MonkeyPatch())
+inside.pays_after(pytest.MonkeyPatch(), 1)
 model = nn.Linear(9, 9, bias=False)
-mixed = MixedStep(torch.bfloat16, flat_master=True, compiled=True)
+mixed = MixedStep(torch.bfloat16, flat_master=True)
 inside.be_exclusive(mixed)
 mixed.attach(model)
 opt = mixed.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-for _ in range(2):
+for i in range(2):
     mixed.scale(model.weight.float().sum()).backward()
     mixed.unscale()
     mixed.step()
     mixed.update()
     opt.zero_grad()
+    assert ("torch._inductor.compile_fx" in sys.modules) == (i == 1)  # not before it pays
 assert opt.update_paths() == {"compiled": 81}, opt.update_paths()
 import logging
 logging.getLogger("torch.utils.cpp_extension").warning("something else")
@@ -208,14 +210,14 @@ logging.getLogger("torch.utils.cpp_extension").warning("something else")
 @needs_compiler
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is logged")
 def test_1_05_nothing_is_logged_where_there_is_no_gpu(tmp_path):
-    """The line is about another program's use of the module; its other warnings are heard."""
+    """Compiling begins when it pays, and says one line, ours; other warnings are heard."""
     env = os.environ | {"CUDA_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", QUIET], env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert "No CUDA runtime" not in done.stderr + done.stdout
-    assert "something else" in done.stderr
+    assert done.stdout == "" and len(done.stderr.splitlines()) == 2, done.stderr + done.stdout
+    assert "is compiled from here on" in done.stderr and "something else" in done.stderr
 
 
 # 2.3: which optimizers may step a vector

@@ -891,17 +891,6 @@ def _no_compiler(fn, **kwargs):
     return call
 
 
-def test_small_models_are_not_compiled():
-    """It would take longer than it saves: 4 million elements are the least by default."""
-    model = nn.Linear(64, 64)
-    mixed = mixed_step(torch.bfloat16, compiled=None)
-    mixed.attach(model)
-    opt = mixed.wrap_optimizer(SGD(list(model.parameters()), lr=0.1))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p, dtype=torch.float32)
-    assert not inside.would_compile(opt)
-
-
 @needs_compiler
 def test_autograd_notices_a_step_in_between(monkeypatch):
     """A second backward pass through weights that were stepped raises, compiled or not."""

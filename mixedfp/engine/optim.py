@@ -32,6 +32,7 @@ from mixedfp.engine.optim_access import (
     set_lists,
     state_changes,
 )
+from .payback import check_payback
 from .program import NotElementwise
 from .torch_private import copy_each_, count_as_stepped, is_of_schedule, step_hooks
 from ..formats import MixedPrecisionError
@@ -464,10 +465,12 @@ def zero_grad(
 # %% ../../nbs/engine/17_optim.ipynb #d61b2ad1
 @patch
 def state_dict(self: OptimizerOnMasters) -> dict:
-    "The optimizer's state per model parameter, the loss scale's and the layer scales'."
+    "The optimizer's state per model parameter, the loss scale's, the layer scales', the pass's."
     state = map_tensors(as_own_storage, self.reclaim().state_dict())
     if self.layers is not None:
         state = {**state, "layer_scales": self.layers.state_dict()}
+    if self.one_pass is not None and self.one_pass.payback.chunked:
+        state = {**state, "payback": self.one_pass.payback.state_dict()}
     return state if self.scaler is None else {**state, "loss_scale": self.scaler.state_dict()}
 
 
@@ -483,6 +486,8 @@ def load_state_dict(
     """
     state, core = dict(state_dict), core_of(self.reclaim())
     scale, layers = state.pop("loss_scale", None), state.pop("layer_scales", None)
+    payback = state.pop("payback", {})  # none in files of others: counted anew
+    check_payback(payback)
     if scale and self.scaler is not None:
         self.scaler.check_state(scale)
     hypers, lists = hyper_names(core), [list(ps) for ps in param_lists(core)]
@@ -504,6 +509,8 @@ def load_state_dict(
         raise
     if scale and self.scaler is not None:
         self.scaler.load_state_dict(scale)
+    if self.one_pass is not None:
+        self.one_pass.payback.load_state_dict(payback)
     if layers and self.layers is not None:
         if set(layers["scales"]) == set(self.layers.layer_scales):
             self.layers.load_state_dict(layers)
@@ -556,3 +563,13 @@ def nonfinite_names(self: OptimizerOnMasters) -> list[str]:
     names = {p: name for name, p in self.masters.model.named_parameters()}
     params = [p for u in self.buckets or [] for p in u.params if p.grad is not None]
     return [names.get(p, "a parameter outside the model") for p in params if not is_finite(p.grad)]
+
+# %% ../../nbs/engine/17_optim.ipynb #1f66345e
+@patch
+def expect_steps(
+    self: OptimizerOnMasters,
+    n_left: int | None,  # after the next one; None: not known
+) -> None:
+    "Be told how many steps are to come: what they would not pay back is not compiled."
+    if self.one_pass is not None:
+        self.one_pass.payback.n_left = n_left

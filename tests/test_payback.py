@@ -1,0 +1,178 @@
+"""When an update is compiled: from the step on at which it pays, in every run at the same one."""
+
+import shutil
+
+import inside
+import pytest
+import torch
+from tiny import Do, make_learner
+from torch import nn
+
+from mixedfp.checkpoint import Checkpoint
+from mixedfp.optimizer import with_masters
+from mixedfp.testing import assert_same
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
+)
+N_STEPS, SWITCH = 8, 4
+
+
+def make(dtype=torch.bfloat16, **kwargs):
+    """Make a model whose weights are one vector, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30, bias=False)
+    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    return with_masters(model, opt, dtype=dtype, flat_master=True, **kwargs)
+
+
+def train(model, opt, start=0, stop=N_STEPS):
+    """Train by hand; return the way that each step went."""
+    paths = []
+    for i in range(start, stop):
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(i))
+        model(x).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        paths += opt.update_paths()
+    return paths
+
+
+def counted(opt):
+    """Return what a file says of the count."""
+    return opt.state_dict().get("payback", {})
+
+
+def said(caplog):
+    """List what the library has said."""
+    return [r.message for r in caplog.records if r.name == "mixedfp"]
+
+
+def no_compiler(fn, **kwargs):
+    """Stand for `torch.compile` where there is none."""
+    raise RuntimeError("No working C++ compiler found")
+
+
+@pytest.fixture
+def pays_soon(monkeypatch):
+    """Have compiling pay from step `SWITCH` on; the first, which makes states, does not count."""
+    inside.everything_is_large(monkeypatch)
+    inside.forget_notices()
+    model, opt = make()
+    train(model, opt, stop=2)
+    inside.pays_after(monkeypatch, (SWITCH - 1) * counted(opt)["chunked"])
+
+
+WAYS = ["in chunks"] * SWITCH + ["compiled"] * (N_STEPS - SWITCH)
+
+
+@needs_compiler
+def test_every_run_changes_over_at_the_same_step(pays_soon, caplog):
+    """Run twice, and saved before the change or after it: the same bits. One line says it."""
+    model, opt = make()
+    assert train(model, opt) == WAYS
+    (line,) = said(caplog)
+    assert "took" in line and "ms less" in line
+    for at in (0, SWITCH - 2, SWITCH + 1):
+        first, first_opt = make()
+        paths = train(first, first_opt, stop=at)
+        resumed, resumed_opt = make()
+        resumed.load_state_dict(first.state_dict())
+        resumed_opt.load_state_dict(first_opt.state_dict())
+        assert paths + train(resumed, resumed_opt, start=at) == WAYS
+        assert_same(dict(resumed.state_dict()), dict(model.state_dict()))
+        assert_same(resumed_opt.state_dict(), opt.state_dict())
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "kwargs, ways",
+    [
+        (dict(compiled=True), ["in chunks"] + ["compiled"] * (N_STEPS - 1)),
+        (dict(compiled=False), ["in chunks"] * N_STEPS),
+        (dict(dtype=torch.float32), ["in chunks"] * N_STEPS),  # bit for bit plain training
+    ],
+)
+def test_who_has_decided_is_not_counted(pays_soon, kwargs, ways, caplog):
+    """True compiles the second step, False none; nothing is counted, and nothing said."""
+    model, opt = make(**kwargs)
+    assert train(model, opt) == ways and counted(opt) == {}
+    assert not said(caplog)
+
+
+def test_without_a_compiler_chunks_go_on(pays_soon, monkeypatch, caplog):
+    """And one line says why."""
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    model, opt = make()
+    assert train(model, opt) == ["in chunks"] * N_STEPS
+    (line,) = said(caplog)
+    assert "not compiled" in line
+
+
+def test_files_go_to_others_and_come_from_them(pays_soon):
+    """A plain optimizer reads a file with a count; one without a count begins at 0."""
+    model, opt = make()
+    train(model, opt, stop=3)
+    plain = nn.Linear(40, 30, bias=False)
+    other = torch.optim.Adam(plain.parameters())
+    other.load_state_dict(opt.state_dict())
+    assert_same(other.state_dict()["state"], opt.state_dict()["state"])
+    assert counted(opt)["chunked"] > 0
+    opt.load_state_dict(other.state_dict())
+    assert counted(opt) == {}
+
+
+@pytest.mark.parametrize("bad", [{"chunked": -1.5, "is_compiled": False}, {"other": 1}, "all"])
+def test_a_count_that_is_none_is_refused(pays_soon, bad):
+    """Before anything is changed."""
+    model, opt = make()
+    train(model, opt, stop=2)
+    before = opt.state_dict()
+    with pytest.raises(ValueError, match="payback"):
+        opt.load_state_dict(before | {"payback": bad, "state": {}})
+    assert_same(opt.state_dict(), before)
+
+
+def fit(n_epoch, learn=None, **kwargs):
+    """Fit epochs of four batches; return the learner."""
+    learn = make_learner().to_bf16(flat_master=True) if learn is None else learn
+    learn.fit(n_epoch, **kwargs)
+    return learn
+
+
+@pytest.fixture
+def pays_in_the_second_epoch(monkeypatch):
+    """Have compiling pay after six steps, and be impossible: the count is what is looked at."""
+    inside.everything_is_large(monkeypatch)
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    three_steps = counted(fit(1).opt)["chunked"]
+    inside.pays_after(monkeypatch, 2 * three_steps)
+
+
+def test_what_is_to_come_has_to_pay_it_back_too(pays_in_the_second_epoch):
+    """A fit with five steps left at the change goes on in chunks; one with nine changes over."""
+    assert not counted(fit(3).opt)["is_compiled"]
+    assert counted(fit(4).opt)["is_compiled"]
+
+
+@pytest.mark.parametrize("n_done", [1, 2])
+def test_a_resumed_fit_knows_as_much(pays_in_the_second_epoch, n_done, tmp_path):
+    """Killed before the change, or after it."""
+
+    def kill(learn):
+        raise KeyboardInterrupt
+
+    def learner():
+        learn = make_learner().to_bf16(flat_master=True)
+        learn.path = tmp_path
+        return learn
+
+    tmp_path.joinpath("models").mkdir()
+    killed = learner()
+    with pytest.raises(KeyboardInterrupt):
+        fit(4, killed, cbs=[Checkpoint(), Do("before_batch", kill, at=4 * n_done)])
+    resumed, checkpoint = learner(), Checkpoint()
+    assert checkpoint.resume(resumed) == n_done
+    assert counted(resumed.opt)["is_compiled"] == (n_done == 2)
+    fit(4, resumed, cbs=[checkpoint], start_epoch=n_done)
+    assert counted(resumed.opt) == counted(fit(4).opt)
