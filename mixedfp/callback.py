@@ -56,7 +56,7 @@ class MixedPrecision(Callback):
         init_scale: float | None = None,  # fastai's word for `loss_scale`
         enabled: bool = True,  # fastai's switch for scaling
         layer_scales: Mapping[str, float] | str | None = None,  # on top, by layer; or 'auto'
-        compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
+        compiled: bool | None = None,  # flat: compile the update; None: once it pays back
         keep_fp32: type | str | Iterable[type | str] = (),  # stays in 32 bits: types, names, globs
     ):
         first = _first_scale(loss_scale, init_scale)

@@ -74,7 +74,7 @@ def _has_stepped(optimizer):
 def _check_settings(**settings):
     for name, value in settings.items():
         if not isinstance(value, bool) and not (name == "compiled" and value is None):
-            none = ", or None for where it is worth it" if name == "compiled" else ""
+            none = ", or None for once it pays back" if name == "compiled" else ""
             raise TypeError(f"`{name}` is {value!r}: expected True or False{none}")
 
 
@@ -135,7 +135,7 @@ class MasterOptimizer(Optimizer):
         *,
         model: nn.Module | None = None,  # its `state_dict` then reads and writes the masters
         stream: bool = True,  # flat: put gradients into the vector while the backward pass runs
-        compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
+        compiled: bool | None = None,  # flat: compile the update; None: once it pays back
     ):
         _check_settings(flat_master=flat_master, stream=stream, compiled=compiled)
         _check_fresh(optimizer)
@@ -668,7 +668,7 @@ def with_masters(
     dtype: torch.dtype = torch.float16,  # of the model, except what stays in 32 bits
     flat_master: bool = False,  # vectors of masters instead of one a parameter
     stream: bool = True,  # flat: put gradients into the vector while the backward pass runs
-    compiled: bool | None = None,  # flat: compile the update; None: where it is worth it
+    compiled: bool | None = None,  # flat: compile the update; None: once it pays back
     native: bool = False,  # PyTorch's 16-bit kernels also where a CPU is slow at them
     keep_fp32: type
     | str

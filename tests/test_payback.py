@@ -142,17 +142,17 @@ def fit(n_epoch, learn=None, **kwargs):
 
 @pytest.fixture
 def pays_in_the_second_epoch(monkeypatch):
-    """Have compiling pay after six steps, and be impossible: the count is what is looked at."""
+    """Have compiling cost 24 steps, and be impossible: the count is what is looked at."""
     inside.everything_is_large(monkeypatch)
     monkeypatch.setattr(torch, "compile", no_compiler)
     three_steps = counted(fit(1).opt)["chunked"]
-    inside.pays_after(monkeypatch, 2 * three_steps)
+    inside.pays_after(monkeypatch, 8 * three_steps)
 
 
 def test_what_is_to_come_has_to_pay_it_back_too(pays_in_the_second_epoch):
-    """A fit with five steps left at the change goes on in chunks; one with nine changes over."""
-    assert not counted(fit(3).opt)["is_compiled"]
-    assert counted(fit(4).opt)["is_compiled"]
+    """After a tenth of the way: 21 steps that are left are too few, 25 are not."""
+    assert not counted(fit(7).opt)["is_compiled"]
+    assert counted(fit(8).opt)["is_compiled"]
 
 
 @pytest.mark.parametrize("n_done", [1, 2])
@@ -170,9 +170,9 @@ def test_a_resumed_fit_knows_as_much(pays_in_the_second_epoch, n_done, tmp_path)
     tmp_path.joinpath("models").mkdir()
     killed = learner()
     with pytest.raises(KeyboardInterrupt):
-        fit(4, killed, cbs=[Checkpoint(), Do("before_batch", kill, at=4 * n_done)])
+        fit(10, killed, cbs=[Checkpoint(), Do("before_batch", kill, at=4 * n_done)])
     resumed, checkpoint = learner(), Checkpoint()
     assert checkpoint.resume(resumed) == n_done
     assert counted(resumed.opt)["is_compiled"] == (n_done == 2)
-    fit(4, resumed, cbs=[checkpoint], start_epoch=n_done)
-    assert counted(resumed.opt) == counted(fit(4).opt)
+    fit(10, resumed, cbs=[checkpoint], start_epoch=n_done)
+    assert counted(resumed.opt) == counted(fit(10).opt)

@@ -56,9 +56,14 @@ class Payback:
     ) -> None:
         "Count a step, and decide on the next."
         self.chunked += work
-        enough = break_even(device_type)
-        pays = self.n_left is None or self.n_left * work >= enough
-        self.is_compiled = self.is_compiled or (work > 0 and self.chunked >= enough and pays)
+        self.is_compiled = self.is_compiled or self._pays(work, break_even(device_type))
+
+    def _pays(self, work, enough):
+        if self.n_left is None:
+            return self.chunked >= enough
+        to_come = self.n_left * work
+        wait = 0.09 * (enough + self.chunked + to_come)
+        return to_come >= enough and self.chunked >= min(enough, wait)
 
     def state_dict(self) -> dict[str, Any]:
         "What a resumed run has to know; empty where nothing was counted."
