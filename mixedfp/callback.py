@@ -534,14 +534,16 @@ def precision_report(
     if probe is None and "opt" not in kwargs:
         with same_random_state("cpu"):
             probe = _make_opt(self)
-    kwargs = dict(opt=probe, training=True) | kwargs
+    settings: dict[str, Any] = dict(opt=probe, training=True) | kwargs
 
     def loss_func(pred, targets):
-        is_one = isinstance(pred, tuple) and len(targets) == 1  # a language model's, with its states
+        is_one = (
+            isinstance(pred, tuple) and len(targets) == 1
+        )  # a language model's, with its states
         return self.loss_func(pred[0] if is_one else pred, *targets)
 
-    return report_of(self.model, _some_batches(self, n_batches), loss_func, dtype, **kwargs)
-
+    model: Any = self.model
+    return report_of(model, _some_batches(self, n_batches), loss_func, dtype, **settings)
 
 # %% ../nbs/10_callback.ipynb #1b70418a
 class GradNorm(Callback):

@@ -7,7 +7,7 @@ __all__ = ['INPUTS', 'WINDOW_LOSS', 'MIN_OWN_SNR', 'MAX_LOST_ENERGY', 'MAX_LOST_
            'exponent_counts', 'watch_calls', 'floats', 'ModuleNumbers', 'PrecisionReport', 'precision_report',
            'plot_exponents', 'plot_snr', 'plot_windows', 'plot_loss_scale']
 
-# %% ../nbs/11_report.ipynb #8b261b9d
+# %% ../nbs/11_report.ipynb #c08a7d4b
 import copy
 import math
 from collections import defaultdict
@@ -17,8 +17,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from fastcore.basics import patch, patch_to
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .cast import is_castable, model2float, to_float
@@ -85,14 +85,14 @@ def _low_exponent(counts):
             return i
     return None
 
-# %% ../nbs/11_report.ipynb #45a4e9f4
+# %% ../nbs/11_report.ipynb #eda3bd34
 @contextmanager
 def watch_calls(
     model: nn.Module,
     before: Callable | None = None,  # (name, args, kwargs) → None, or other args and kwargs
     after: Callable | None = None,  # (name, out) → None, or another output
 ) -> Iterator[None]:
-    "Within this block call `before` and `after` around each module's call, in the order of the run."
+    "Within this block call `before` and `after` around each call of a module, as they come."
     handles = []
     try:
         for name, m in model.named_modules():
@@ -149,7 +149,7 @@ class _Tape:
                 del numbers[:n]
         return found
 
-# %% ../nbs/11_report.ipynb #d87032a1
+# %% ../nbs/11_report.ipynb #229a8466
 INPUTS = "(inputs)"  # the row of the batch
 
 
@@ -158,7 +158,7 @@ class _Event:
 
     def __init__(self, name, maker, own, tensors):
         self.name = name  # of the module
-        self.maker = maker  # of those in `own`: the module itself, or around its inputs the one outside
+        self.maker = maker  # of those in `own`: the module; of inputs the one around it
         self.own = own  # places of tensors that `maker` has made, not one of its parts
         self.tensors = tensors  # copies
         self.grads: dict[int, Tensor] = {}  # by place, of inputs
@@ -215,7 +215,7 @@ def _largest(t):
 def _plain(t):
     return t.detach().as_subclass(Tensor)
 
-# %% ../nbs/11_report.ipynb #d8d961d3
+# %% ../nbs/11_report.ipynb #7dce5a24
 @patch
 def _note(self: _Reference, name, maker, tensors, is_leaf=False):
     "Keep `tensors`, and count those that `maker` has made: of a module without parts all."
@@ -232,7 +232,7 @@ def _note(self: _Reference, name, maker, tensors, is_leaf=False):
 
 @patch
 def _is_known(self: _Reference, t):
-    "Whether a module has returned `t`, or what it is a view of, and nobody has written into it since."
+    "Whether a module has returned `t`, or what it is a view of, and it is as it was."
     return self.made.get(_place(t), (None,))[0] == t._version
 
 
@@ -266,7 +266,7 @@ def _count(tape, t, *key):
 def _dense(t):
     return _plain(t.to_dense() if t.is_sparse else t)
 
-# %% ../nbs/11_report.ipynb #ea09f90a
+# %% ../nbs/11_report.ipynb #4963247e
 class _Comparison:
     "A pass of the copy in 16 bits along the events of the one in float32."
 
@@ -290,7 +290,7 @@ class _Comparison:
         for k, t in enumerate(tensors):
             self.dtypes[name, "in"] = t.dtype
             if k in event.grads and t.requires_grad:
-                t.register_hook(_taking(self._take_grad, event, k))
+                t.register_hook(_taking(self._compare_grad, event, k))
         return self._compare(event, tensors, (args, kwargs))
 
     def after(self, name, out):
@@ -299,7 +299,7 @@ class _Comparison:
             self.dtypes[name, "out"] = t.dtype
         return self._compare(event, tensors, out)
 
-# %% ../nbs/11_report.ipynb #485cac9a
+# %% ../nbs/11_report.ipynb #43fd9228
 @patch
 def _next(self: _Comparison, name, tensors):
     "The event that belongs to these tensors; one of nothing where the run goes another way."
@@ -333,7 +333,7 @@ def _note_noise(self: _Comparison, ref, now, *key):
 
 
 @patch
-def _take_grad(self: _Comparison, event, k, g):
+def _compare_grad(self: _Comparison, event, k, g):
     if not self.has_layers:  # between layers with scales gradients pass where no hook sees them
         self._note_grad(event.grads[k], _dense(g), event.name, "grad")
 
@@ -530,17 +530,17 @@ MAX_LOST_ENERGY = 1e-2  # of a gradient's squares: what is flushed is a tenth of
 MAX_LOST_UPDATES = 0.5  # of a weight's updates: without masters most of it stands still
 HEADROOM = 1  # powers of two kept free above the largest gradient where a scale is proposed
 
-# %% ../nbs/11_report.ipynb #71fef536
+# %% ../nbs/11_report.ipynb #24e816b1
 class _Numbers:
     "How large the numbers of one kind are: their exponents and the largest."
 
-    def __init__(self, found, keys, dtype):
+    def __init__(self, found, keys, dtype: Any):
         lists = [counts for key in keys for counts in found.get((*key, "counts"), [])]
         self.counts = [int(sum(column)) for column in zip(*lists, strict=True)] or [0] * _BINS
         largest = [v for key in keys for [v] in found.get((*key, "largest"), [])]
         self.largest = max(largest, default=0.0)
-        is_half = dtype is not None and dtype.is_floating_point and dtype.itemsize == 2
-        self.format = NumberFormat.of(dtype) if is_half else None  # what limits them
+        is_limited = dtype in (torch.float16, torch.bfloat16)
+        self.format = NumberFormat.of(dtype) if is_limited else None  # what limits them
 
     def headroom(self, scale=1.0) -> float:
         "Powers of two from the largest up to the format's largest number; below 0: overflow."
@@ -678,7 +678,11 @@ class PrecisionReport:
         said = self.verdicts
         forward = [k for k, v in said.items() if v in ("input out of range", "keep in fp32")]
         backward = [k for k, v in said.items() if v.startswith("scale")]
-        return [*forward, *reversed(backward), *(k for k, v in said.items() if v == "masters needed")]
+        return [
+            *forward,
+            *reversed(backward),
+            *(k for k, v in said.items() if v == "masters needed"),
+        ]
 
 # %% ../nbs/11_report.ipynb #c3d3d0e2
 @patch
@@ -801,9 +805,8 @@ def headline(self: PrecisionReport) -> str:
     at = f" at loss scale {scale:g}" if scale != 1 else ""
     found = [f"{k or '(model)'}: {self.verdicts[k]}" for k in self.causes[:5]]
     more = f", and {len(self.causes) - 5} more" if len(self.causes) > 5 else ""
-    return (
-        f"{dtype}{at}: loss {self.losses[1]:.6g}, in float32 {self.losses[0]:.6g}\n"
-        + (f"{'; '.join(found)}{more}\n→ {self.line}" if found else "all modules are ok")
+    return f"{dtype}{at}: loss {self.losses[1]:.6g}, in float32 {self.losses[0]:.6g}\n" + (
+        f"{'; '.join(found)}{more}\n→ {self.line}" if found else "all modules are ok"
     )
 
 
@@ -907,7 +910,9 @@ def _make_report(twins, ref, dtypes, settings, n_batches):
         m.layer_scale = _layer_scale(settings["layer_scales"] or {}, name)
         m.verdict = m.judge(settings["loss_scale"], settings["has_masters"])
         if name == INPUTS and m.verdict != "ok":
-            flags = [i for row in found.get((INPUTS, "columns"), []) for i, v in enumerate(row) if v]
+            flags = [
+                i for row in found.get((INPUTS, "columns"), []) for i, v in enumerate(row) if v
+            ]
             m.columns = sorted(set(flags))
         modules.append(m)
     losses = [[v for [v] in found[kind, "loss"]] for kind in ("float32", "float16")]
@@ -933,7 +938,9 @@ def _axes(n_rows, ax, width=7.0):
         return ax
     import matplotlib.pyplot as plt
 
-    return plt.figure(figsize=(width, min(1.7 + 0.19 * n_rows, 11.0)), layout="constrained").subplots()
+    return plt.figure(
+        figsize=(width, min(1.7 + 0.19 * n_rows, 11.0)), layout="constrained"
+    ).subplots()
 
 
 def _label_rows(axis, names):
@@ -973,8 +980,10 @@ def plot_exponents(
     ends = [i for _, counts in rows for i, _ in (_nonzero(counts)[0], _nonzero(counts)[-1])]
     low = math.floor(min([*ends, max(limits[0], -40)])) - 1
     high = math.ceil(max([*ends, min(limits[2], 20)])) + 2
-    shares = [[counts[i + _BIAS] / sum(n for _, n in _nonzero(counts)) for i in range(low, high)]
-              for _, counts in rows]
+    shares = [
+        [counts[i + _BIAS] / sum(n for _, n in _nonzero(counts)) for i in range(low, high)]
+        for _, counts in rows
+    ]
     ax = _axes(len(rows), ax)
     _draw_shares(ax, shares, low, high)
     _draw_limits(ax, limits, "÷ loss scale" if is_grad else "")
@@ -1048,14 +1057,29 @@ def plot_windows(
         fits = low <= scale <= high
         ends = (low, high) if low <= high else (high, low)
         style: dict[str, Any] = dict(color=_BLUE if fits else _RED, solid_capstyle="butt")
-        ax.plot(ends, [i, i], lw=max(1, min(3, 300 / len(modules))), ls="-" if low <= high else (0, (1, 1)), **style)
+        ax.plot(
+            ends,
+            [i, i],
+            lw=max(1, min(3, 300 / len(modules))),
+            ls="-" if low <= high else (0, (1, 1)),
+            **style,
+        )
     ax.axvline(scale, color="black", lw=1.2)
-    ax.annotate("loss scale", (scale, 1), xycoords=("data", "axes fraction"), fontsize=7,
-                xytext=(0, 2), textcoords="offset points", ha="center")
+    ax.annotate(
+        "loss scale",
+        (scale, 1),
+        xycoords=("data", "axes fraction"),
+        fontsize=7,
+        xytext=(0, 2),
+        textcoords="offset points",
+        ha="center",
+    )
     for color, label in (_BLUE, "holds the loss scale"), (_RED, "does not"):
         ax.plot([], [], color=color, lw=3, label=label)
     _label_rows(ax.yaxis, [m.name for m in modules])
-    ax.set(ylim=(len(modules) - 0.4, -0.6), xlabel="exponent of the loss scale; dotted: no scale fits")
+    ax.set(
+        ylim=(len(modules) - 0.4, -0.6), xlabel="exponent of the loss scale; dotted: no scale fits"
+    )
     _legend(ax, 2)
     return ax
 

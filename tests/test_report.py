@@ -6,9 +6,11 @@ import random
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from torch import nn
 
+from mixedfp.callback import GradNorm, PrecisionRecorder
 from mixedfp.optimizer import with_masters
 from mixedfp.report import INPUTS, exponent_counts, precision_report, watch_calls
 from mixedfp.testing import assert_same
@@ -114,7 +116,9 @@ class Table(nn.Module):
 
     def forward(self, x):
         columns = self.norm(x[:, 1:])
-        return torch.cat([self.embedding(x[:, 0].long()), columns.to(self.embedding.weight.dtype)], 1)
+        return torch.cat(
+            [self.embedding(x[:, 0].long()), columns.to(self.embedding.weight.dtype)], 1
+        )
 
 
 def conv():
@@ -300,7 +304,9 @@ def test_masters_are_needed_where_updates_are_lost():
     model.bfloat16()
     opt = torch.optim.Adam(model.parameters(), 1e-5)
     report = precision_report(model, [batch], loss_func, opt=opt)
-    assert set(report.verdicts) == {"0", "2"} and set(report.verdicts.values()) == {"masters needed"}
+    assert set(report.verdicts) == {"0", "2"} and set(report.verdicts.values()) == {
+        "masters needed"
+    }
     assert report.line == "to_bf16()"
     # the shares are those of an update that is made
     weight = model[0].weight.detach().clone()
@@ -362,7 +368,9 @@ def in_float16(model, batch, scale):
 
 def test_within_its_window_a_module_loses_nothing_and_outside_it_does():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+    )
     batch = torch.randn(64, 16), torch.arange(64) % 2
     report = precision_report(model, [batch], loss_func)
     true, true_weights = in_float16(model, batch, 2.0**12)
@@ -417,7 +425,9 @@ def everything_of(model, opt):
     """Return all that a report could change, copied."""
     state = copy.deepcopy([model.state_dict(), opt.state_dict()])
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    flags = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    flags = [
+        (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()
+    ]
     flags += [p.requires_grad for p in model.parameters()]
     random_states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     return state, grads, flags, *random_states
@@ -484,4 +494,94 @@ def test_a_language_model_is_called_by_name():
     ids, labels = batch_of("lstm")
     batch = dict(input_ids=ids, labels=labels)
     report = precision_report(Named(), [batch], lambda out, batch: out["loss"])
-    assert report.verdicts == {} and {"body.part0", "body.part1.rnn"} <= {m.name for m in report.modules}
+    assert report.verdicts == {} and {"body.part0", "body.part1.rnn"} <= {
+        m.name for m in report.modules
+    }
+
+
+# A Learner
+
+
+@pytest.mark.parametrize(
+    "to, flat",
+    [("to_fp32", False), ("to_fp16", False), ("to_fp16", True), ("to_bf16", True)],
+)
+def test_a_fit_goes_on_as_if_nobody_had_looked(to, flat):
+    results = []
+    for looks in (False, True):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        dls = tiny.DataLoaders.from_dsets(
+            list(zip(*tiny.pictures(32), strict=True)),
+            list(zip(*tiny.pictures(8), strict=True)),
+            bs=8,
+            shuffle=True,
+            num_workers=0,
+        )
+        learn = tiny.Learner(dls, tiny.dropout_net(), tiny.CrossEntropyLossFlat())
+        getattr(learn, to)(**({} if to == "to_fp32" else dict(flat_master=flat)))
+        for _ in range(2):
+            if looks:
+                report = learn.precision_report(n_batches=2)
+                assert report.verdicts == {} and "lost updates %" in report.table
+                assert report.settings["dtype"] == (
+                    torch.bfloat16 if to == "to_bf16" else torch.float16
+                )
+                with pytest.raises(ValueError, match="matches no module"):
+                    learn.precision_report(keep_fp32="nothing of that name")
+            with learn.no_bar(), learn.no_logging():
+                learn.fit(1, 0.01)
+        flags = [m.training for m in learn.model.modules()]
+        losses = [float(loss) for loss in learn.recorder.losses]
+        states = learn.model.state_dict(), list(learn.opt.state_dict()["state"])
+        results.append((*copy.deepcopy(states), flags, losses))
+    plain, looked = results
+    assert_same(looked[:2], plain[:2])
+    assert looked[2:] == plain[2:]
+
+
+def test_a_learner_is_looked_at_as_it_is_trained():
+    learn = tiny.Learner(tiny.picture_dls(), tiny.conv_net(), tiny.CrossEntropyLossFlat())
+    scales = {"4": 2.0**3}
+    learn.to_fp16(1024.0, keep_fp32=nn.GroupNorm, layer_scales=scales)
+    learn.model.eval()
+    report = learn.precision_report()
+    settings = {k: report.settings[k] for k in ("dtype", "loss_scale", "layer_scales")}
+    assert settings == dict(dtype=torch.float16, loss_scale=1024, layer_scales=scales)
+    assert report.line == "to_fp16(keep_fp32=[nn.GroupNorm], layer_scales={'4': 8})"
+    assert {m.layer_scale for m in report.modules} == {1, 8}
+    other = learn.precision_report(dtype=torch.bfloat16)
+    assert other.settings["loss_scale"] == 1 and other.line == "to_bf16(keep_fp32=[nn.GroupNorm])"
+    norm = next(m for m in report.modules if m.kind == "BatchNorm2d")
+    assert norm.own > 60  # by the statistics of the batch: it is trained so
+    assert report.table.loc["0", "params"] == 108 and report.table.index[0] == INPUTS
+
+
+def test_columns_of_the_recorder():
+    class Clipped(tiny.Callback):
+        order = 12  # after the clipping
+
+        def before_fit(self):
+            self.seen = []
+
+        def before_step(self):
+            grads = [p.grad for p in self.learn.model.parameters() if p.grad is not None]
+            self.seen.append(float(torch.nn.utils.get_total_norm(grads)))
+
+    learn = tiny.Learner(tiny.picture_dls(), tiny.conv_net(), tiny.CrossEntropyLossFlat())
+    learn.to_fp16(2.0**24, growth_interval=3)
+    clipped = Clipped()
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(2, cbs=[PrecisionRecorder(), GradNorm(), tiny.GradientClip(1e-3), clipped])
+    columns = learn.recorder.metric_names[-4:-1]
+    assert columns == ["loss_scale", "skipped", "grad_norm"]
+    rows = [row[-3:] for row in learn.recorder.values]
+    assert [row[1] for row in rows] == [
+        sum(i // 4 == epoch for i in learn.mp_cb.skipped) for epoch in (0, 1)
+    ]
+    assert sum(row[1] for row in rows) == learn.mp_cb.n_skipped > 0
+    assert rows[-1][0] == learn.mp_cb.loss_scale < 2.0**24
+    assert all(row[1] == 4 or 0.01 < row[2] < 100 for row in rows) and max(clipped.seen) < 0.0011
+    assert 0.01 < rows[-1][2] < 100
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)  # they are gone with the callback
+    assert "loss_scale" not in learn.recorder.metric_names

@@ -10,8 +10,8 @@
 `engine.torch_private` knows nothing of ours: every floor may use it, the first one too.
 Nobody above the step imports the engine but through `step` and `optimizer`. Floors 1 to 4 and
 `optimizer` need torch, fastcore's `patch` and the standard library alone; a function there may
-still import matplotlib or pandas when it is asked for a plot or a table. `command` imports the module that does what it
-reads when it has read it, in a function: the one way down.
+still import matplotlib or pandas when it is asked for a plot or a table. `command` imports the
+module that does what it reads when it has read it, in a function: the one way down.
 """
 
 import ast
