@@ -378,6 +378,18 @@ def __repr__(self: MixedPrecision) -> str:
     return f"{type(self).__name__}({', '.join(parts)})"
 
 
+@patch
+def __str__(self: MixedPrecision) -> str:
+    """Show one screen: what is in which precision and why, what it takes, what was done."""
+    return str(self.mixed) if self.mixed.is_attached else repr(self)
+
+
+@patch
+def __format__(self: MixedPrecision, spec: str) -> str:
+    """Be one line in `learn.summary()`."""
+    return format(repr(self), spec)
+
+
 @patch_to(MixedPrecision, as_prop=True)
 def loss_scale(self) -> float:
     "The scale of the next step; 1 where nothing is scaled."

@@ -585,3 +585,23 @@ def test_columns_of_the_recorder():
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)  # they are gone with the callback
     assert "loss_scale" not in learn.recorder.metric_names
+
+
+def test_one_screen_is_printed():
+    learn = tiny.Learner(tiny.picture_dls(), tiny.conv_net(), tiny.CrossEntropyLossFlat())
+    assert str(tiny.MixedPrecision()) == repr(tiny.MixedPrecision())  # of no Learner yet
+    learn.to_fp16(keep_fp32="4", layer_scales={"10": 4.0})
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+    lines = {line[12:] for line in str(learn.mp_cb).splitlines()}
+    assert lines >= {
+        "127 in float16, 156 in float32",
+        "BatchNorm2d: it keeps statistics",
+        "4: keep_fp32",
+        "512; 4 steps, 0 skipped",
+        "1 with scales of their own",
+        "283 by the optimizer: masters are not flat",
+    }
+    assert "MixedPrecision(torch.float16" in f"{learn.mp_cb}"  # one line in `learn.summary()`
+    model, opt = with_masters(net := make("conv"), torch.optim.SGD(net.parameters(), 0.1))
+    assert str(opt).splitlines()[1].endswith("weights 2.04 + masters 4"), str(opt)

@@ -29,7 +29,7 @@ IDEAS = {"cast", "master", "scaler", "layerwise"}
 ENGINE = [
     f"engine.{room}"
     for room in """ranks full_state copies in_float32 autocast forward flat masters program recorder
-    optim_access elementwise onepass buffers exchange gradients optim""".split()
+    optim_access elementwise onepass buffers exchange gradients optim screen""".split()
 ]
 
 BELOW = {PRIVATE: set(), "sharded": set(), "formats": {PRIVATE}}
