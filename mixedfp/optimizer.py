@@ -29,6 +29,7 @@ from .engine.gradients import GradTaker
 from .engine.masters import MasterParams, check_has_weights
 from .engine.optim import OptimizerOnMasters
 from .engine.optim_access import LooseParams, named_params
+from .engine.screen import screen
 from mixedfp.engine.torch_private import (
     asks_by_name,
     count_as_stepped,
@@ -183,6 +184,10 @@ class MasterOptimizer(Optimizer):
     def __repr__(self) -> str:
         """Show the optimizer inside."""
         return f"MasterOptimizer({self.optimizer!r})"
+
+    def __str__(self) -> str:
+        """Show one screen: what is in which precision and why, what it takes, what was done."""
+        return screen(self.masters, self._on)
 
     # what schedulers, scalers and clipping see
 

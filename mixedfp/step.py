@@ -39,6 +39,7 @@ from mixedfp.engine.ranks import (
     stop_averaging,
     take_from_first,
 )
+from .engine.screen import screen
 from .engine.torch_private import uncompiled
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
@@ -428,6 +429,13 @@ def update(self: MixedStep) -> None:
     except MixedPrecisionError:
         self.opt.zero_grad(set_to_none=True)  # the next fit starts clean
         raise
+
+# %% ../nbs/06_step.ipynb #c04a0367
+@patch
+def __str__(self: MixedStep) -> str:
+    """Say what is in which precision, and what was done, on one screen."""
+    it = self._attached
+    return repr(self) if it is None else screen(it.masters, it.opt, self.scaler, it.layers)
 
 # %% ../nbs/06_step.ipynb #44ac6b3d
 @patch

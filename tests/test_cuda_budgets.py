@@ -19,6 +19,7 @@ from simulated_cuda.steps import OPTIMIZERS, by_hand, in_a_learner, net
 
 from mixedfp.checkpoint import Checkpoint
 from mixedfp.optimizer import with_masters
+from mixedfp.report import precision_report
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
@@ -73,6 +74,25 @@ def test_a_foreach_kernel_is_one_launch():
 def test_tensors_on_two_devices_are_refused():
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(2, 2, device="cuda") @ torch.ones(2, 2)
+
+
+def test_a_report_waits_once_however_many_passes_there_are():
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()]
+    model = nn.Sequential(*layers * 3, nn.Linear(8, 2)).cuda()
+    batch = torch.randn(4, 8, device="cuda"), torch.arange(4, device="cuda") % 2
+    reports, waits = [], []
+    for n in (1, 1, 4):  # what is looked up once, the first time
+        before = counts()
+        reports.append(precision_report(model, [batch] * n, nn.functional.cross_entropy))
+        waits.append((counts() - before).waits)
+    assert waits[2] == waits[1], waits
+    there = precision_report(
+        model.cpu(), [tuple(t.cpu() for t in batch)], nn.functional.cross_entropy
+    )
+    for a, b in zip(reports[1].modules, there.modules, strict=True):
+        assert (a.name, a.verdict, a.window) == (b.name, b.verdict, b.window)
+        assert a.out.counts == b.out.counts
 
 
 # Waits and copies

@@ -10,8 +10,8 @@
 `engine.torch_private` knows nothing of ours: every floor may use it, the first one too.
 Nobody above the step imports the engine but through `step` and `optimizer`. Floors 1 to 4 and
 `optimizer` need torch, fastcore's `patch` and the standard library alone; a function there may
-still import matplotlib when it is asked for a plot. `command` imports the module that does what it
-reads when it has read it, in a function: the one way down.
+still import matplotlib or pandas when it is asked for a plot or a table. `command` imports the
+module that does what it reads when it has read it, in a function: the one way down.
 """
 
 import ast
@@ -29,7 +29,7 @@ IDEAS = {"cast", "master", "scaler", "layerwise"}
 ENGINE = [
     f"engine.{room}"
     for room in """ranks full_state copies in_float32 autocast forward flat masters program recorder
-    optim_access elementwise payback onepass buffers exchange gradients optim""".split()
+    optim_access elementwise payback onepass buffers exchange gradients optim screen""".split()
 ]
 
 BELOW = {PRIVATE: set(), "sharded": set(), "formats": {PRIVATE}}
@@ -39,7 +39,8 @@ BELOW["master"] = NUMBERS | {"engine.masters"}  # shows it under its public name
 for i, room in enumerate(ENGINE):
     BELOW[room] = NUMBERS | IDEAS | set(ENGINE[:i])
 BELOW["step"] = NUMBERS | IDEAS | set(ENGINE)
-BELOW["optimizer"] = BELOW["report"] = BELOW["step"] | {"step"}
+BELOW["optimizer"] = BELOW["step"] | {"step"}
+BELOW["report"] = BELOW["optimizer"] | {"optimizer"}
 CORE = set(BELOW)
 UP_TO_STEP = NUMBERS | IDEAS | {"step", "optimizer", "report"}
 BELOW["callback"] = BELOW["skorch"] = UP_TO_STEP
@@ -52,7 +53,7 @@ BELOW["all"] = BELOW["compare"] | {"compare"}
 # the package that each trainer leaves alone
 STANDS_BESIDE = {"callback": "skorch", "checkpoint": "skorch", "skorch": "fastai"}
 ON_IMPORT = sys.stdlib_module_names | {"torch", "fastcore"}  # its `patch`: a verb a cell
-IN_FUNCTIONS = ON_IMPORT | {"matplotlib"}
+IN_FUNCTIONS = ON_IMPORT | {"matplotlib", "pandas"}
 DOWN_IN_FUNCTIONS = {"command": {"compare"}}
 
 
