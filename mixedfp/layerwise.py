@@ -716,12 +716,14 @@ def _owners(self: LayerwiseGradientScaler):
     seen, todo = set(), [(self.model, None)]
     while todo:  # each module with each scale around it: a shared one lies in several containers
         m, around = now = todo.pop()
+        if now in seen:
+            continue
+        seen.add(now)
         info = layers.get(m)
         own = info if info is not None and info.scale_layer else around
-        for p in m.parameters(recurse=False) if now not in seen else ():
+        for p in m.parameters(recurse=False):
             owners.setdefault(p, {}).update((o, None) for o in (info, own) if o is not None)
-        todo += [(child, own) for child in m.children() if now not in seen]
-        seen.add(now)
+        todo += [(child, own) for child in m.children()]
     return {p: list(infos) for p, infos in owners.items()}
 
 # %% ../nbs/05_layerwise.ipynb #b5c10b06

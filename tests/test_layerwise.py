@@ -678,7 +678,9 @@ def test_an_overflow_in_a_shared_part_is_that_of_every_container_around_it():
     total(model(torch.randn(5, 4))).backward()
     shared.weight.grad.fill_(torch.inf)
     assert not scaler.unscale()
-    found = {info.layer for info in scaler.get_layer_info() if info.found_inf_or_nan and info.scale_layer}
+    found = {
+        info.layer for info in scaler.get_layer_info() if info.found_inf_or_nan and info.scale_layer
+    }
     assert found == {first, second, third}
 
 

@@ -162,11 +162,13 @@ def take(
     to_defer: list[Bucket],  # large ones, that the step takes for itself
 ) -> None:
     "Bring the gradients to the masters; what is deferred stays where it is."
-    lent, ids, grads_left = self.exchange.lent, set(map(id, to_defer)), iter(grads)
-    deferred = []
+    lent = self.exchange.lent
     if lent is not None and not lent.vectors:
         _to_each_master(lent, grads)
-    for u in lent.vectors and lent.buckets if lent is not None else ():
+        self._become(stage=Stage.READY, deferred=())
+        return
+    ids, grads_left, deferred = set(map(id, to_defer)), iter(grads), []
+    for u in lent.buckets if lent is not None else ():
         of_bucket: Any = list(islice(grads_left, len(u.params)))
         if id(u) in ids:
             check_dense(of_bucket)
@@ -273,10 +275,11 @@ def zero_grad(
     "Clear the gradients of model and masters: a new iteration."
     lent, none_is_zero = self.exchange.lent, False
     if set_to_none:
-        for u in lent.vectors if lent is not None else ():
-            u.detach_grads()
-        for u, master in zip(lent.buckets, lent.masters, strict=True) if lent is not None else ():
-            master.grad = u.shown = None
+        if lent is not None:
+            for u, master in zip(lent.buckets, lent.masters, strict=True):
+                master.grad = u.shown = None
+            for u in lent.vectors:
+                u.detach_grads()
         for p in self.exchange.params():
             p.grad = None
     elif self.half_params is not None and lent is not None and not self.exchange.every:
