@@ -313,7 +313,7 @@ def _unscale_grads_(self: LossScaler, optimizer, inv_scale, found_inf, allow_fp1
     known["optimizer"], known["inv_scale"] = optimizer, inv_scale
     params, refused = [], []
     param_groups = optimizer.param_groups
-    sharing = groups_of(p for group in param_groups for p in group["params"])
+    sharing = groups_of([p for group in param_groups for p in group["params"]])
     for i, group in enumerate(param_groups):
         for j, p in enumerate(group["params"]):
             g = p.grad
