@@ -712,17 +712,19 @@ def unscale(
 def _owners(self: LayerwiseGradientScaler):
     "The layers whose gradients each parameter's is among: a shared one belongs to several."
     layers = {info.layer: info for info in self._infos}
-    owners: dict[Tensor, list[LayerInfo]] = {}
-    around: dict[nn.Module, LayerInfo | None] = {}
-    for m in self.model.modules():  # a module comes after what contains it
+    owners: dict[Tensor, dict[LayerInfo, None]] = {}
+    seen, todo = set(), [(self.model, None)]
+    while todo:  # each module with each scale around it: a shared one lies in several containers
+        m, around = now = todo.pop()
+        if now in seen:
+            continue
+        seen.add(now)
         info = layers.get(m)
-        own = info if info is not None and info.scale_layer else around.get(m, info)
-        for child in m.children():
-            if own is not None and own.scale_layer:
-                around.setdefault(child, own)
+        own = info if info is not None and info.scale_layer else around
         for p in m.parameters(recurse=False):
-            owners.setdefault(p, []).extend(o for o in {info, own} if o is not None)
-    return owners
+            owners.setdefault(p, {}).update((o, None) for o in (info, own) if o is not None)
+        todo += [(child, own) for child in m.children()]
+    return {p: list(infos) for p, infos in owners.items()}
 
 # %% ../nbs/05_layerwise.ipynb #b5c10b06
 @patch

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial, update_wrapper
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -426,13 +426,16 @@ def _take_grads(self: MasterOptimizer):
             self._see_masters()
 
 
+_get_grad, _get_version = attrgetter("grad"), attrgetter("_version")
+
+
 @patch
 def _is_taken(self: MasterOptimizer):
     "Whether each gradient is its master's, and nobody has written into the model."
     on = self._on
     if on.buckets is None or self.masters.flat:
         return False
-    grads = [u.master.grad for u in on.buckets]
+    grads = list(map(_get_grad, on.lent.masters))
     if not on.watch.is_as_written() or any(map(is_not, on.grads.see(), grads)):
         return False
     for u, g in zip(on.buckets, grads, strict=True):
@@ -479,7 +482,7 @@ def step(
     vars(self.optimizer).update(on_device)  # from a scaler, for a fused optimizer
     self._is_busy = self._buffers.is_within_step = True
     try:
-        done = self._on.step(*evaluate)
+        done = self._on.step_as_seen(*evaluate)  # as `_check_masters` has
     finally:
         self._is_busy = self._buffers.is_within_step = False
         for k in on_device:
@@ -540,22 +543,22 @@ def _end_iteration(self: MasterOptimizer):
 @patch
 def _see_masters(self: MasterOptimizer):
     "Remember the masters, to see whether somebody else changes them."
-    buckets = self._on.buckets or []
-    masters = [u.master for u in buckets if u.master is not u.params[0]]
-    self._seen = self._on.buckets, masters, [m._version for m in masters]
+    lent = self._on.exchange.lent
+    masters = [] if lent is None else lent.own_masters
+    self._seen = self._on.buckets, masters, list(map(_get_version, masters))
 
 
 @patch
 def _check_masters(self: MasterOptimizer):
     self._take_grads()
-    masters = [u.master for u in self._on.buckets]
+    masters = self._on.lent.masters
     held = [p for group in self.optimizer.param_groups for p in group["params"]]
     if len(held) != len(masters) or any(map(is_not, held, masters)):
         raise MixedPrecisionError(
             "`param_groups` holds other tensors than the masters: use add_param_group, or "
             "wrap a new optimizer"
         )
-    if self._seen[2] != [m._version for m in self._seen[1]]:
+    if self._seen[2] != list(map(_get_version, self._seen[1])):
         raise MixedPrecisionError(
             "the masters were changed in place, and the model was not told: call "
             "master_to_model() after it, or write into the model's parameters instead"

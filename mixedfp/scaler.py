@@ -313,12 +313,13 @@ def _unscale_grads_(self: LossScaler, optimizer, inv_scale, found_inf, allow_fp1
     known["optimizer"], known["inv_scale"] = optimizer, inv_scale
     params, refused = [], []
     param_groups = optimizer.param_groups
-    sharing = groups_of(p for group in param_groups for p in group["params"])
+    sharing = groups_of([p for group in param_groups for p in group["params"]])
     for i, group in enumerate(param_groups):
         for j, p in enumerate(group["params"]):
-            if p.grad is not None:
-                params += _for_kernel(p)
-                if p.grad.dtype == torch.float16 and not allow_fp16:
+            g = p.grad
+            if g is not None:
+                params += _for_kernel(p, g)
+                if g.dtype is torch.float16 and not allow_fp16:
                     refused.append(_name(group, i, j))
     if refused:
         raise ValueError(
@@ -338,13 +339,14 @@ def _unscale_grads_(self: LossScaler, optimizer, inv_scale, found_inf, allow_fp1
     return {device: agree(found, sharing) for device, found in checks.items()}
 
 
-def _for_kernel(p):
-    if is_sharded(p.grad):
-        return [q for part in local_parts(p.grad) for q in _for_kernel(_with_grad(part))]
-    if p.grad.is_complex() and not p.grad.is_sparse:
-        return [_with_grad(torch.view_as_real(p.grad))]
-    if p.grad.is_sparse and not p.grad.is_coalesced():  # what is finite may have an infinite sum
-        return [p, _with_grad(p.grad.coalesce().values())]
+def _for_kernel(p, grad):
+    if type(grad) is not torch.Tensor and is_sharded(grad):
+        return [q for part in local_parts(grad) for q in _for_kernel(_with_grad(part), part)]
+    is_sparse = grad.is_sparse
+    if not is_sparse and grad.is_complex():
+        return [_with_grad(torch.view_as_real(grad))]
+    if is_sparse and not grad.is_coalesced():  # what is finite may have an infinite sum
+        return [p, _with_grad(grad.coalesce().values())]
     return [p]
 
 

@@ -35,10 +35,12 @@ def groups_of(
     params: Iterable[Any],  # in the same order in each process; some of them a `DTensor`
 ) -> list[Any]:  # a group of processes for each dimension of each mesh, each once
     "The groups of processes that share `params`."
-    if "torch.distributed.tensor" not in sys.modules:
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
         return []
+    shared = [p for p in params if isinstance(p, module.DTensor)]  # without a call for each
     groups = {}
-    for mesh in dict.fromkeys(p.device_mesh for p in params if is_sharded(p)):
+    for mesh in dict.fromkeys(p.device_mesh for p in shared):
         groups |= {g.group_name: g for g in mesh.get_all_groups()}
     return list(groups.values())
 

@@ -667,6 +667,23 @@ def test_a_shared_part_has_the_scale_of_the_container_that_runs():
     assert_same(seen[2:4], [last * 2.0**6, first * 2.0**3])
 
 
+def test_an_overflow_in_a_shared_part_is_that_of_every_container_around_it():
+    """Two containers hold it, and one of them a second time, in a container of its own."""
+    shared = lin()
+    first, second = nn.Sequential(shared, nn.Tanh()), nn.Sequential(lin(), shared)
+    second.append(third := nn.Sequential(lin(), shared))
+    model = nn.Sequential(first, second, lin())
+    scaler = LayerwiseGradientScaler(model, {"0": 8.0, "1": 8.0, "1.2": 8.0, "2": 8.0})
+    scaler.scale()
+    total(model(torch.randn(5, 4))).backward()
+    shared.weight.grad.fill_(torch.inf)
+    assert not scaler.unscale()
+    found = {
+        info.layer for info in scaler.get_layer_info() if info.found_inf_or_nan and info.scale_layer
+    }
+    assert found == {first, second, third}
+
+
 # the iteration
 
 

@@ -68,6 +68,21 @@ class Lent:
         return [p for u in self.buckets for p in u.params]
 
     @cached_property
+    def masters(self) -> list[Tensor]:
+        "What is stepped, in the order of the buckets; what has no master is its own."
+        return [u.master for u in self.buckets]
+
+    @cached_property
+    def own_masters(self) -> list[Tensor]:
+        "Those of `masters` that are no parameters of the model."
+        return [u.master for u in self.buckets if u.master is not u.params[0]]
+
+    @cached_property
+    def vectors(self) -> list[Bucket]:
+        "The buckets that may hold several parameters."
+        return [u for u in self.buckets if u.is_flat]
+
+    @cached_property
     def large(self) -> list[Bucket]:
         "The vectors that are worth a pass of their own."
         return [u for u in self.buckets if u.is_flat and is_large(u.master)]
@@ -141,7 +156,7 @@ class ParamExchange:
         if lent is None:
             return False
         if self.every:
-            return all(len({p.grad is None for p in u.params}) == 1 for u in lent.buckets)
+            return all(len({p.grad is None for p in u.params}) == 1 for u in lent.vectors)
         if any(p.grad is not None for p in lent.others):
             return False
         return none_is_zero or not any(map(is_, grads, repeat(None)))

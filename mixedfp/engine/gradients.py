@@ -24,7 +24,7 @@ from .flat import Bucket, check_dense
 from .masters import MasterParams
 from .optim_access import LooseParams
 from .ranks import take_from_first
-from .torch_private import active_ddp, zero_each_
+from .torch_private import active_ddp, backward_id, zero_each_
 from ..formats import MixedPrecisionError
 
 # %% ../../nbs/engine/16_gradients.ipynb #a04963d9
@@ -162,8 +162,12 @@ def take(
     to_defer: list[Bucket],  # large ones, that the step takes for itself
 ) -> None:
     "Bring the gradients to the masters; what is deferred stays where it is."
-    lent, ids, grads_left = self.exchange.lent, set(map(id, to_defer)), iter(grads)
-    deferred = []
+    lent = self.exchange.lent
+    if lent is not None and not lent.vectors:
+        _to_each_master(lent, grads)
+        self._become(stage=Stage.READY, deferred=())
+        return
+    ids, grads_left, deferred = set(map(id, to_defer)), iter(grads), []
     for u in lent.buckets if lent is not None else ():
         of_bucket: Any = list(islice(grads_left, len(u.params)))
         if id(u) in ids:
@@ -173,6 +177,18 @@ def take(
         else:
             u.grads_to_master(of_bucket)
     self._become(stage=Stage.DEFERRED if deferred else Stage.READY, deferred=tuple(deferred))
+
+
+def _to_each_master(lent, grads):
+    "`Bucket.grads_to_master`, without the call where nobody has replaced or rounded anything."
+    for u, master, g in zip(lent.buckets, lent.masters, grads, strict=True):
+        now = master.grad
+        if now is g:
+            u.shown = g
+        elif now is u.shown and g is not None and g.dtype is master.dtype:
+            master.grad = u.shown = g
+        else:
+            u.grads_to_master([g])
 
 
 @patch
@@ -259,8 +275,11 @@ def zero_grad(
     "Clear the gradients of model and masters: a new iteration."
     lent, none_is_zero = self.exchange.lent, False
     if set_to_none:
-        for u in lent.buckets if lent is not None else ():
-            u.detach_grads()
+        if lent is not None:
+            for u, master in zip(lent.buckets, lent.masters, strict=True):
+                master.grad = u.shown = None
+            for u in lent.vectors:
+                u.detach_grads()
         for p in self.exchange.params():
             p.grad = None
     elif self.half_params is not None and lent is not None and not self.exchange.every:
@@ -320,6 +339,9 @@ class GradTaker:
         stream: bool = False,  # flat: put gradients into their vector at once
     ):
         self.masters, self.stream, self.hooks = masters, stream, {}
+        # by the id of each parameter that is listened to: a tensor's hash takes longer
+        self.master_of: dict[int, Parameter] = {}
+        self.backward, self.rounds = -1, False  # the pass that runs, and what was found out for it
         # who sends gradients, whether it does after this forward pass, the hook that finds it out
         self.sends, self.look = False, None
         self.ddp: Any = None  # a weak reference, once one was seen
@@ -343,31 +365,38 @@ class GradTaker:
                 taker(p)
 
         for p in params:
-            if p.requires_grad and p in self.masters.master and p not in self.hooks:
+            if id(p) not in self.master_of and p.requires_grad and p in self.masters.master:
                 self.hooks[p] = p.register_post_accumulate_grad_hook(take)
+                self.master_of[id(p)] = self.masters.master[p]
 
     def __call__(
         self,
         p: Parameter,  # that has a new gradient
     ) -> None:
         "Widen the gradient of `p`, or round it, once, if it is about to be sent."
-        g, master = _get_grad(p), self.masters.master[p]
-        if _is_distributed() and self.is_sent():
+        if (now := backward_id()) != self.backward or now < 0:
+            self._look_once(now)
+        g, master = _get_grad(p), self.master_of[id(p)]
+        if self.rounds:
             if g.dtype != p.dtype:
                 p.grad = g.to(p.dtype)
             return
-        if g.device != master.device:  # the model was moved
-            self.masters.sync_from_model()
-            g = _get_grad(p)
-        grad_buffer = self.masters.grads.get(p)
+        grad_buffer = self.masters.grads.get(p) if self.masters.flat else None
         if self.stream and grad_buffer is not None and not g.is_sparse:
             view = grad_buffer.views[p]
             if g is not view:
                 p.grad = view.copy_(g.detach())
-        elif g.dtype != master.dtype:
-            p.grad = g = (g.coalesce() if g.is_sparse else g).to(master.dtype)
+        elif g.dtype is not (dtype := master.dtype):
+            g = g.coalesce() if g.is_sparse else g
+            p.grad = g = g.float() if dtype is torch.float32 else g.to(dtype)  # `to` takes longer
         if grad_buffer is None:
             master.grad = g
+
+    def _look_once(self, backward):
+        "What holds for a whole backward pass is not looked for at each of its gradients."
+        self.backward, self.rounds = backward, self.is_sent()
+        if not self.rounds and self.masters.has_moved():  # the model was, to another device
+            self.masters.sync_from_model()
 
     def is_sent(self) -> bool:
         "Whether `DistributedDataParallel` is about to send the gradients of this backward pass."
@@ -392,11 +421,11 @@ class GradTaker:
         "Be called no more."
         for hook in [*self.hooks.values(), *([self.look] if self.look is not None else [])]:
             hook.remove()
-        self.hooks = {}
+        self.hooks, self.master_of = {}, {}
 
     def __getstate__(self) -> dict:
         """Be copied with the model, whose copy is not yet in use anywhere."""
-        return vars(self) | dict(hooks={}, ddp=None, sends=False)
+        return vars(self) | dict(hooks={}, master_of={}, ddp=None, sends=False)
 
 
 _can_distribute = distributed.is_available()

@@ -328,6 +328,12 @@ def step(
     """
     self.finish_backward()
     self.sync_written()
+    return self.step_as_seen(*args)
+
+
+@patch
+def step_as_seen(self: OptimizerOnMasters, *args: Any) -> Any:
+    "`step`, for who has just looked at gradients and weights: to visit many takes its time."
     if self.iteration.is_scaled:
         raise MixedPrecisionError(
             "the gradients are still multiplied by the loss scale: call `unscale` before `step`"
@@ -354,7 +360,7 @@ def step(
 def _passed(self: OptimizerOnMasters):
     "The buckets to be stepped in a pass; all or none where only the device knows of an overflow."
     large = self._large() if self._may_pass() else []
-    return large if self._are_all(large) or self.iteration.found_inf is None else []
+    return large if self.iteration.found_inf is None or self._are_all(large) else []
 
 
 @patch
