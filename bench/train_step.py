@@ -303,6 +303,22 @@ def fastais(mode: AMPMode, model: nn.Module, args: argparse.Namespace) -> Fastai
     return run.begin()
 
 
+class AutocastInFastai(FastaiMixedPrecision):
+    """fastai's own mixed precision, on any device: it says CUDA, whatever is there."""
+
+    def before_fit(self):
+        """Make the context."""
+        super().before_fit()
+        self.autocast = torch.autocast(self.dls.device.type, torch.bfloat16)
+
+
+def autocast_in_fastai(model: nn.Module, args: argparse.Namespace) -> Fastai:
+    """Train with `torch.autocast` in a `Learner`."""
+    run = Fastai(model, args)
+    run.learn.add_cb(AutocastInFastai(amp_mode=AMPMode.BF16))
+    return run.begin()
+
+
 def fabric(precision: str, model: nn.Module, args: argparse.Namespace) -> Loop:
     """Train with Lightning's Fabric: "mixed" is autocast, "true" has no masters."""
     from lightning.fabric import Fabric
@@ -357,6 +373,7 @@ WAYS = {
     "bf16-stream": Way(partial(ours, b16, stream)),
     "bf16-stream-cl": Way(partial(ours, b16, stream), True),
     "learn-fp32": Way(plain_fastai),
+    "learn-autocast-bf16": Way(autocast_in_fastai),
     "learn-bf16": Way(partial(ours_in_fastai, "to_bf16", {})),
     "learn-bf16-flat": Way(partial(ours_in_fastai, "to_bf16", flat)),
     "learn-bf16-flat-cl": Way(partial(ours_in_fastai, "to_bf16", flat), True),
@@ -368,8 +385,8 @@ WAYS = {
 MEANINGS = """-cl: channels_last. bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in
 one vector, -compiled: the update compiled from the first step on, -stream: gradients go to the
 vector while the backward pass runs. learn-*: the same by learn.to_bf16() and learn.to_fp16(), with
-fastai's optimizer; learn-fp32 is a Learner in float32. fabric-bf16-true has no masters: what
-small updates it loses is not in this table."""
+fastai's optimizer; learn-fp32 is a Learner in float32, learn-autocast-bf16 one under autocast.
+fabric-bf16-true has no masters: what small updates it loses is not in this table."""
 
 
 def choose(args: argparse.Namespace) -> list[str]:
