@@ -1,6 +1,6 @@
 """The master step, everything after backward: ours against what one would pick instead.
 
-    python bench/master_step.py --out bench/results/master_step.json    # 8 minutes on 2 cores
+    python bench/master_step.py --out bench/results/master_step.json    # 6 minutes on 2 cores
     python bench/master_step.py --shapes resnet50 --opts adam --dtypes fp16
 
 Gradients to float32, unscale and check (float16), update, weights back to 16 bits, gradients
@@ -10,7 +10,10 @@ momentum 20 a parameter, Adam 28; 2 more where a check has to come before the up
 bandwidth that a copy of a large array reaches in the same run. `calls` are operations that PyTorch
 is asked for, `reads` are numbers that Python asks the device for (on CUDA: waits for the device);
 `bytes` is what is held a parameter beside the model's weights and gradients. `first` is the slowest
-of three steps before the others: a compiled way compiles then. ViT-B in all ways takes 20 GB.
+of three steps before the others: a compiled way compiles then, what no table above it has compiled
+(the compiler starts with an empty cache). `payback` is the number of steps after which a way of
+ours has caught up with ours for each parameter; 0: at once, never: it is not faster. ViT-B in all
+ways takes 20 GB.
 
 Runs on a CPU and, unchanged, on CUDA. Without fastai its own ways are left out.
 """
@@ -18,15 +21,18 @@ Runs on a CPU and, unchanged, on CUDA. Without fastai its own ways are left out.
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -264,10 +270,10 @@ WAYS["fused"] = partial(ByHand, fused=True)
 if SGD is not None:
     WAYS["ours, each"] = partial(Ours, make=fastai_opt, flat=False)
     WAYS["ours, flat, fastai's"] = partial(Ours, make=fastai_opt, compiled=False)
-    WAYS["ours, compiled, fastai's"] = partial(Ours, make=fastai_opt, compiled=None)
+    WAYS["ours, compiled, fastai's"] = partial(Ours, make=fastai_opt, compiled=True)
 WAYS["ours, flat, torch's"] = partial(Ours, make=torch_opt, compiled=False)
-WAYS["ours, compiled, torch's"] = partial(Ours, make=torch_opt, compiled=None)
-WAYS["ours, plain loop"] = OursPlain
+WAYS["ours, compiled, torch's"] = partial(Ours, make=torch_opt, compiled=True)
+WAYS["ours, plain loop"] = partial(OursPlain, compiled=True)
 
 
 # measuring
@@ -390,6 +396,34 @@ def limit_bytes(opt: str, dtype: torch.dtype) -> int:
     return {"sgd": 20, "adam": 28}[opt] + (2 if dtype == torch.float16 else 0)
 
 
+def payback(run: Run, each: Run | None) -> int | str | None:
+    """Count the steps until one of our ways has caught up with `each`, if it ever does."""
+    if each is None or run is each or not run.name.startswith("ours"):
+        return None
+    gain = median(each.times) - median(run.times)
+    behind = _beyond(run) - _beyond(each)
+    if behind < median(each.times):  # less than a step: nobody waits
+        return 0
+    return math.ceil(behind / gain) if gain > 0 else "never"
+
+
+def _beyond(run: Run) -> float:
+    """Add up what the first steps took beyond as many later ones, ms."""
+    return sum(run.first) - len(run.first) * median(run.times)
+
+
+@contextmanager
+def empty_cache() -> Iterator[None]:
+    """Have PyTorch's compiler find nothing that was compiled before."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        yield
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+    if before is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
 def bench(shape: str, opt: str, dtype: str, ways: list[str], repeats: int) -> list[dict]:
     """Have all ways take turns, and return a row for each."""
     shapes, kind = SHAPES[shape](), DTYPES[dtype]
@@ -404,6 +438,7 @@ def bench(shape: str, opt: str, dtype: str, ways: list[str], repeats: int) -> li
         for run in runs:
             bandwidth.measure()
             run.step(grads, run.times)
+    each = next((run for run in runs if run.name == "ours, each"), None)
     best = limit_bytes(opt, kind) * n / bandwidth.gb_per_s / 1e6
     rows = []
     for run in runs:
@@ -417,6 +452,7 @@ def bench(shape: str, opt: str, dtype: str, ways: list[str], repeats: int) -> li
         }
         row |= {"ratio": median(runs[0].times) / ms, "first": max(run.first)}
         row |= {
+            "payback": payback(run, each),
             "bytes": n_bytes(run.way.held()) / n,
             "gb_per_s": bandwidth.gb_per_s,
             **run.count(grads),
@@ -433,11 +469,11 @@ def show(rows: list[dict]) -> None:
     print(f"\n{one['shape']}, {one['params'] / 1e6:.1f} million parameters, {one['opt']}, "
           f"{one['dtype']}; copies at {one['gb_per_s']:.0f} GB/s")  # fmt: skip
     head = f"{'':26}{'ms':>8}{'spread':>15}{'ratio':>8}{'ns/param':>10}{'share':>7}"
-    print(head + f"{'bytes':>7}{'calls':>8}{'reads':>7}{'first':>9}")
+    print(head + f"{'bytes':>7}{'calls':>8}{'reads':>7}{'first':>9}{'payback':>9}")
     for r in rows:
         print(f"{r['way']:26}{r['ms']:8.2f}{r['low']:8.1f} -{r['high']:5.0f}{r['ratio']:8.2f}"
               f"{r['ns']:10.2f}{r['share']:7.0%}{r['bytes']:7.1f}{r['calls']:8}{r['reads']:7}"
-              f"{r['first']:7.0f} ms")  # fmt: skip
+              f"{r['first']:7.0f} ms{'' if r['payback'] is None else r['payback']:>9}")  # fmt: skip
 
 
 def main() -> None:
@@ -449,20 +485,18 @@ def main() -> None:
     parser.add_argument("--opts", nargs="+", choices=["sgd", "adam"], default=["sgd", "adam"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--repeats", type=int, default=9, help="timed steps of each way")
+    parser.add_argument("--repeats", type=int, default=4, help="timed steps of each way")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     args = parser.parse_args()
     print(", ".join(f"{k} {v}" for k, v in about().items()))
     rows = []
-    for shape in args.shapes:
-        for opt in args.opts:
-            for dtype in args.dtypes:
-                rows += bench(shape, opt, dtype, args.ways, args.repeats)
-                show(rows[-len(args.ways) :])
-                if args.out:  # after each table: a long run may be broken off
-                    args.out.write_text(
-                        json.dumps({"about": about(), "rows": rows}, indent=1) + "\n"
-                    )
+    with empty_cache():
+        for shape, opt, dtype in product(args.shapes, args.opts, args.dtypes):
+            rows += bench(shape, opt, dtype, args.ways, args.repeats)
+            show(rows[-len(args.ways) :])
+            if args.out:  # after each table: a long run may be broken off
+                whole = {"about": about(), "rows": rows}
+                args.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def about() -> dict:

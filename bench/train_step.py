@@ -1,15 +1,20 @@
 """Whole training steps, forward to zero_grad, in float32 and in 16 bits, ours and others'.
 
-    python bench/train_step.py --out bench/results/train_step.json      # 6 minutes
+    python bench/train_step.py --out bench/results/train_step.json      # 10 minutes, 10 GB
     python bench/train_step.py --models vit --ways fp32 autocast-bf16 bf16-flat
     python bench/train_step.py --models xresnet18-32 --profile bf16-flat
     python bench/train_step.py --device cuda --size large --fused
 
-The ways take turns, so that a machine that is busy for a while is busy for all of them; a ratio is
-the median over turns of float32's time by the way's: above 1 is faster. Memory is the peak above
-what was held before the model was made: resident memory in a process of its own on a CPU, the
-allocator's counter on CUDA. Batches are random, made once. fabric-* (Lightning) and accelerate-*
-are left out where these packages are not installed. fastai's own ways do nothing on a CPU.
+On a CPU each way has a process of its own: in a shared one a way finds the memory as others left
+it, and page faults alone made the same step 20 % slower or faster. The ways take turns, so that a
+machine that is busy for a while is busy for all of them; a ratio is the median over turns of
+float32's time by the way's: above 1 is faster. Memory is the peak in the first two steps above what
+was held before the model was made: resident memory on a CPU, the allocator's counter on CUDA.
+`first` is what the first three steps take beyond three later ones; a compiled way starts with an
+empty cache of the compiler. `payback` is the number of steps after which a way has caught up with
+the one that has masters for each parameter; 0: at once, never: it is not faster. Batches are
+random, made once. fabric-* (Lightning) and accelerate-* are left out where these packages are not
+installed. fastai's own ways do nothing on a CPU.
 """
 
 import argparse
@@ -17,8 +22,10 @@ import gc
 import json
 import logging
 import math
+import os
 import platform
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -277,10 +284,15 @@ def ours(dtype: torch.dtype, how: dict, model: nn.Module, args: argparse.Namespa
     return Loop(model, opt, dtype, scaler=scaler)
 
 
-def ours_in_fastai(to: str, flat: bool, model: nn.Module, args: argparse.Namespace) -> Fastai:
+def plain_fastai(model: nn.Module, args: argparse.Namespace) -> Fastai:
+    """Train a `Learner` in 32 bits: what fastai's events cost."""
+    return Fastai(model, args).begin()
+
+
+def ours_in_fastai(to: str, how: dict, model: nn.Module, args: argparse.Namespace) -> Fastai:
     """Train with `learn.to_bf16()` or `learn.to_fp16()`, ours."""
     run = Fastai(model, args)
-    getattr(run.learn, to)(flat_master=flat)
+    getattr(run.learn, to)(**how)
     return run.begin()
 
 
@@ -288,6 +300,22 @@ def fastais(mode: AMPMode, model: nn.Module, args: argparse.Namespace) -> Fastai
     """Train with what fastai's own `to_bf16()` or `to_fp16()` adds."""
     run = Fastai(model, args)
     run.learn.add_cb(FastaiMixedPrecision(amp_mode=mode))
+    return run.begin()
+
+
+class AutocastInFastai(FastaiMixedPrecision):
+    """fastai's own mixed precision, on any device: it says CUDA, whatever is there."""
+
+    def before_fit(self):
+        """Make the context."""
+        super().before_fit()
+        self.autocast = torch.autocast(self.dls.device.type, torch.bfloat16)
+
+
+def autocast_in_fastai(model: nn.Module, args: argparse.Namespace) -> Fastai:
+    """Train with `torch.autocast` in a `Learner`."""
+    run = Fastai(model, args)
+    run.learn.add_cb(AutocastInFastai(amp_mode=AMPMode.BF16))
     return run.begin()
 
 
@@ -319,11 +347,13 @@ class Way:
     build: Callable[[nn.Module, argparse.Namespace], Loop | Fastai]
     channels_last: bool = False
     package: str = "torch"  # that it needs
+    compiles: bool = False  # in its first steps
     hardware: bool = False  # left out on a CPU: float16 is emulated there, 25 times slower
 
 
 f16, b16 = torch.float16, torch.bfloat16
 flat = {"flat_master": True}
+compiled = {"flat_master": True, "compiled": True}
 stream = {"flat_master": True, "stream": True}
 WAYS = {
     "fp32": Way(plain),
@@ -332,25 +362,31 @@ WAYS = {
     "autocast-bf16-cl": Way(partial(autocast, b16), True),
     "autocast-fp16": Way(partial(autocast, f16), hardware=True),
     "fastai-bf16": Way(partial(fastais, AMPMode.BF16)),
-    "fastai-fp16": Way(partial(fastais, AMPMode.FP16)),
+    "fastai-fp16": Way(partial(fastais, AMPMode.FP16), hardware=True),
     "fabric-bf16-mixed": Way(partial(fabric, "bf16-mixed"), package="lightning"),
     "fabric-bf16-true": Way(partial(fabric, "bf16-true"), package="lightning"),
     "accelerate-bf16": Way(partial(accelerate, "bf16"), package="accelerate"),
     "bf16": Way(partial(ours, b16, {})),
     "bf16-cl": Way(partial(ours, b16, {}), True),
     "bf16-flat": Way(partial(ours, b16, flat)),
+    "bf16-compiled": Way(partial(ours, b16, compiled), compiles=True),
     "bf16-stream": Way(partial(ours, b16, stream)),
     "bf16-stream-cl": Way(partial(ours, b16, stream), True),
-    "learn-bf16": Way(partial(ours_in_fastai, "to_bf16", False)),
-    "learn-bf16-flat": Way(partial(ours_in_fastai, "to_bf16", True)),
+    "learn-fp32": Way(plain_fastai),
+    "learn-autocast-bf16": Way(autocast_in_fastai),
+    "learn-bf16": Way(partial(ours_in_fastai, "to_bf16", {})),
+    "learn-bf16-flat": Way(partial(ours_in_fastai, "to_bf16", flat)),
+    "learn-bf16-flat-cl": Way(partial(ours_in_fastai, "to_bf16", flat), True),
+    "learn-bf16-compiled": Way(partial(ours_in_fastai, "to_bf16", compiled), compiles=True),
     "fp16": Way(partial(ours, f16, {})),
     "fp16-flat": Way(partial(ours, f16, flat)),
-    "learn-fp16-flat": Way(partial(ours_in_fastai, "to_fp16", True)),
+    "learn-fp16-flat": Way(partial(ours_in_fastai, "to_fp16", flat)),
 }
 MEANINGS = """-cl: channels_last. bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in
-one vector, -stream: gradients go there while the backward pass runs. learn-*: the same by
-learn.to_bf16() and learn.to_fp16(), with fastai's optimizer. fabric-bf16-true has no masters: what
-small updates it loses is not in this table."""
+one vector, -compiled: the update compiled from the first step on, -stream: gradients go to the
+vector while the backward pass runs. learn-*: the same by learn.to_bf16() and learn.to_fp16(), with
+fastai's optimizer; learn-fp32 is a Learner in float32, learn-autocast-bf16 one under autocast.
+fabric-bf16-true has no masters: what small updates it loses is not in this table."""
 
 
 def choose(args: argparse.Namespace) -> list[str]:
@@ -407,43 +443,79 @@ def fits(task: Task, way: Way) -> bool:
     return task.has_conv or not way.channels_last
 
 
-def time_ways(args: argparse.Namespace, model: str, ways: list[str]) -> dict:  # by way
-    """Let the ways take turns: seconds a step of each turn, or what went wrong."""
+class Place:
+    """A process of its own, that holds nothing yet. CUDA does not fork, and needs none."""
+
+    def __init__(self, args: argparse.Namespace):
+        forks = "fork" in torch.multiprocessing.get_all_start_methods()
+        is_own = args.device == "cpu" and forks
+        self.pool = ProcessPoolExecutor(1, mp_context=get_context("fork")) if is_own else None
+
+    def call(self, f: Callable, *rest):  # what `f` returns
+        """Call `f` there."""
+        return f(*rest) if self.pool is None else self.pool.submit(f, *rest).result()
+
+    def close(self) -> None:
+        """End it."""
+        RUNS.clear()
+        if self.pool is not None:
+            self.pool.shutdown()
+
+
+RUNS: dict[str, tuple] = {}  # by way: the run and its batch; in a process of its own there is one
+
+
+def start(args: argparse.Namespace, model: str, name: str) -> dict:
+    """Build a way and do its first steps: the most that it holds, and seconds of each step."""
     prepare(args)
-    task, runs, times = get_task(args, model), {}, {}
+    way = WAYS[name]
+    if not way.compiles:  # the compiler is a part of what its first steps cost
+        run, batch = make_run(TINY, way, args)
+        seconds(run, batch, 2, args)
+        del run, batch
+        gc.collect()
+    with tempfile.TemporaryDirectory() as folder, PeakMemory(args.device) as peak:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        RUNS[name] = run, batch = make_run(get_task(args, model), way, args)
+        firsts = [seconds(run, batch, 1, args) for _ in range(2)]
+    firsts.append(seconds(run, batch, 1, args))
+    no_memory = args.no_memory or way.compiles or way.channels_last  # a layout costs no bytes
+    held = None if no_memory else peak.bytes
+    return {"bytes": held, "firsts": firsts, "samples": len(batch[1])}
+
+
+def turn(args: argparse.Namespace, name: str, n: int) -> float:
+    """Do `n` steps of a way that has started: seconds a step."""
+    return seconds(*RUNS[name], n, args)
+
+
+def start_ways(args: argparse.Namespace, model: str, ways: list[str]) -> tuple[dict, dict]:
+    """Start each way in its place: the places, and what is known of the first steps, by way."""
+    places, found = {}, {}
     for name in ways:
+        place = Place(args)
         try:
-            runs[name] = run, batch = make_run(task, WAYS[name], args)
-            seconds(run, batch, 2, args)  # warms up
-            times[name] = []
+            found[name] = place.call(start, args, model, name)
+            places[name] = place
         except Exception as e:
-            runs.pop(name, None)
-            times[name] = f"{type(e).__name__}: {e}"
+            print(f"{model}, {name}: left out, {type(e).__name__}: {e}", file=sys.stderr)
+            place.close()
+    return places, found
+
+
+def take_turns(args: argparse.Namespace, places: dict) -> dict[str, list[float]]:
+    """Let the ways take turns: seconds a step of each turn, by way."""
+    times = {name: [] for name in places}
     for _ in range(args.repeats):
-        for name, (run, batch) in runs.items():
+        for name, place in places.items():
             n = turn_length(times["fp32"], args)
-            times[name].append(seconds(run, batch, n, args))
+            times[name].append(place.call(turn, args, name, n))
     return times
 
 
-def turn_length(times: list[float] | str, args: argparse.Namespace) -> int:
+def turn_length(times: list[float], args: argparse.Namespace) -> int:
     """Let a turn have so many steps that it lasts long enough to be timed."""
-    return math.ceil(args.turn / median(times)) if times and isinstance(times, list) else 1
-
-
-def peak_memory(args: argparse.Namespace, model: str, way: str) -> int | None:  # bytes
-    """Measure the most that is held in two steps of one way."""
-    prepare(args)
-    run, batch = make_run(TINY, WAYS[way], args)
-    seconds(run, batch, 2, args)
-    del run, batch
-    some = torch.ones(64, device=args.device)
-    torch.compile(torch.mul)(some, some)  # the compiler itself, some 110 MB, is taken once
-    gc.collect()
-    with PeakMemory(args.device) as peak:
-        run, batch = make_run(get_task(args, model), WAYS[way], args)
-        seconds(run, batch, 2, args)
-    return peak.bytes
+    return math.ceil(args.turn / median(times)) if times else 1
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -454,38 +526,45 @@ def prepare(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
 
 
-def alone(f: Callable, args: argparse.Namespace, *rest):  # what `f` returns
-    """Call `f` in a process that holds nothing yet; CUDA has counters, and does not fork."""
-    if args.device != "cpu" or "fork" not in torch.multiprocessing.get_all_start_methods():
-        return f(args, *rest)
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-        return pool.submit(f, args, *rest).result()
-
-
-def memory_or_none(args: argparse.Namespace, model: str, way: str) -> int | None:
-    """Measure memory, where it can be."""
-    try:
-        return alone(peak_memory, args, model, way)
-    except Exception:  # the times will say what is wrong with this way
-        return None
-
-
 def measure(args: argparse.Namespace, model: str, ways: list[str]) -> list[dict]:
     """Measure the ways of one model: a line each."""
-    task = get_task(args, model)
-    ways = [name for name in ways if fits(task, WAYS[name])]
-    n_samples = len(task.batch()[1])
-    kept = [] if args.no_memory else [name for name in ways if not WAYS[name].channels_last]
-    memory = {name: memory_or_none(args, model, name) for name in kept}  # a layout costs no bytes
-    times = alone(time_ways, args, model, ways)
-    lines = []
+    begin = time.perf_counter()
+    ways = [name for name in ways if fits(get_task(args, model), WAYS[name])]
+    places, found = start_ways(args, model, ways)
+    say(f"{model}: {len(places)} ways started", begin)
+    times = take_turns(args, places)
+    for place in places.values():
+        place.close()
+    lines = {}
     for name, own in times.items():
-        if isinstance(own, str):
-            print(f"{model}, {name}: left out, {own}", file=sys.stderr)
-        else:
-            line = {"model": model, "way": name, "bytes": memory.get(name)}
-            lines.append(line | summarize(own, times["fp32"], n_samples))
-    return lines
+        line = {"model": model, "way": name, "bytes": found[name]["bytes"]}
+        line |= summarize(own, times["fp32"], found[name]["samples"])
+        lines[name] = line | {"first_ms": 1e3 * (sum(found[name]["firsts"]) - 3 * median(own))}
+    for name, line in lines.items():
+        line["payback"] = payback(line, lines.get(per_parameter(name)))
+    say(f"{model}: measured", begin)
+    return list(lines.values())
+
+
+def say(what: str, begin: float) -> None:
+    """Tell who waits how far it is."""
+    print(f"{what}, {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+
+
+def per_parameter(way: str) -> str | None:
+    """Name the way with masters for each parameter that this one may catch up with."""
+    return next((o for o in ("bf16", "fp16", "learn-bf16") if way.startswith(o + "-")), None)
+
+
+def payback(line: dict, each: dict | None) -> int | str | None:
+    """Count the steps until a way has caught up with `each`, if it ever does."""
+    if each is None:
+        return None
+    behind = line["first_ms"] - each["first_ms"]
+    if behind < each["ms"]:  # less than a step: nobody waits
+        return 0
+    gain = median(b - a for a, b in zip(line["turns_ms"], each["turns_ms"], strict=True))
+    return math.ceil(behind / gain) if gain > 0 else "never"
 
 
 def summarize(own: list[float], fp32: list[float], n_samples: int) -> dict:
@@ -505,8 +584,9 @@ def summarize(own: list[float], fp32: list[float], n_samples: int) -> dict:
 
 def show(lines: list[dict]) -> None:
     """Print a table a model, as markdown."""
-    print("| model | way | ms a step | spread | samples a second | × fp32 | peak MB | of fp32's |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | way | ms a step | spread | samples a second | × fp32 | peak MB | of fp32's "
+          "| first, ms | payback, steps |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|")
     base = {o["model"]: o["bytes"] for o in lines if o["way"] == "fp32"}
     for o in lines:
         memory = share = ""
@@ -514,7 +594,8 @@ def show(lines: list[dict]) -> None:
             memory, share = f"{o['bytes'] / 2**20:.0f}", f"{o['bytes'] / base[o['model']]:.2f}"
         print(
             f"| {o['model']} | {o['way']} | {o['ms']:.1f} | {o['spread']:.0%} "
-            f"| {o['samples_per_second']:.0f} | {o['to_fp32']:.2f} | {memory} | {share} |"
+            f"| {o['samples_per_second']:.0f} | {o['to_fp32']:.2f} | {memory} | {share} "
+            f"| {o['first_ms']:.0f} | {'' if o['payback'] is None else o['payback']} |"
         )
 
 
@@ -644,17 +725,17 @@ def main() -> None:
     models = args.models or list(TASKS[args.size])
     if args.profile:
         for model in models:
-            alone(show_profile, args, model, list(dict.fromkeys(["fp32", *args.profile])))
+            place = Place(args)
+            place.call(show_profile, args, model, list(dict.fromkeys(["fp32", *args.profile])))
+            place.close()
         return
     ways = list(dict.fromkeys(["fp32", *choose(args)]))
     lines = []
     for model in models:
-        start = time.perf_counter()
         lines += measure(args, model, ways)
-        print(f"{model}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    if args.out:
-        whole = {**about(args), "results": lines, "geometric_means": means(lines)}
-        args.out.write_text(json.dumps(whole, indent=1) + "\n")
+        if args.out:  # after each model: a long run may be broken off
+            whole = {**about(args), "results": lines, "geometric_means": means(lines)}
+            args.out.write_text(json.dumps(whole, indent=1) + "\n")
     show(lines)
     show_means(means(lines))
     print("\n" + MEANINGS.replace("\n", " "))

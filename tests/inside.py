@@ -20,6 +20,7 @@ from mixedfp.engine.gradients import GradStore
 from mixedfp.engine.in_float32 import (
     AttentionInFloat32,
     ComputeInFloat32,
+    EmbeddingInFloat32,
     has_fp16_arithmetic,
     slow_attention,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "AttentionInFloat32",
     "Bucket",
     "ComputeInFloat32",
+    "EmbeddingInFloat32",
     "GradBuffer",
     "MasterParams",
     "NotElementwise",

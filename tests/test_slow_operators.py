@@ -1,5 +1,7 @@
 """Attention of bfloat16 models on a CPU: computed in float32 where that is faster, else left alone.
 
+And gradients of embeddings, which are added up in float32.
+
 Oracle: the same attention of the same numbers in float32. A spy below autograd sees in which dtype
 the kernels run. `slow_attention` says what the processor is slow at; most tests say it for it.
 """
@@ -14,7 +16,7 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
-from inside import AttentionInFloat32, slow_attention
+from inside import AttentionInFloat32, EmbeddingInFloat32, slow_attention
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -387,12 +389,10 @@ class Sometimes(Sdpa):
         return super().forward(x) if self.asked else self.head(x.mean(1))
 
 
-def count_modes(monkeypatch):
-    """Return a list that grows with each mode that is entered."""
-    entered, enter = [], AttentionInFloat32.__enter__
-    monkeypatch.setattr(
-        AttentionInFloat32, "__enter__", lambda mode: entered.append(mode) or enter(mode)
-    )
+def count_modes(monkeypatch, kind=AttentionInFloat32):
+    """Return a list that grows with each mode of this kind that is entered."""
+    entered, enter = [], kind.__enter__
+    monkeypatch.setattr(kind, "__enter__", lambda mode: entered.append(mode) or enter(mode))
     return entered
 
 
@@ -599,3 +599,39 @@ def test_limits(monkeypatch, machine, tiles, instructions, limit):
     inside.ask_the_processor(monkeypatch)
     assert slow_attention("cpu", BF16) == slow_attention(torch.device("cpu"), BF16) == limit
     assert slow_attention("cuda:0", BF16) == slow_attention("cpu", HALF) == 0
+
+
+class Words(nn.Module):
+    """A table, and a layer that hands gradients on as they come."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(3, 1), nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, words):
+        return self.layer(self.table(words))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype, stuck", [(BF16, 256), (HALF, 2048)])
+def test_gradients_of_an_embedding_are_added_up_in_float32(dtype, stuck, flat):
+    """4,096 times the same word; PyTorch's own sum in 16 bits stops to grow on the way."""
+    for native, expected in [(False, 4096), (True, stuck)]:
+        model, opt = half_model(Words, dtype, flat_master=flat, native=native)
+        for _ in range(2):  # what the first pass finds out holds for the second
+            opt.zero_grad()
+            model(torch.ones(4096, dtype=torch.int64)).sum().backward()
+            assert_same(model.table.weight.grad, torch.tensor([[0.0], [expected], [0.0]]))
+
+
+def test_a_model_without_embeddings_does_not_pay_for_their_mode(monkeypatch):
+    entered = count_modes(monkeypatch, EmbeddingInFloat32)
+    for make, n in [(Plain, 1), (Words, 1 + 3)]:
+        model, _ = half_model(make)
+        x = X.to(BF16) if make is Plain else torch.ones(2, dtype=torch.int64)
+        with torch.no_grad():
+            model(x)
+        for _ in range(3):
+            model(x)
+        assert len(entered) == n

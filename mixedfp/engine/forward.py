@@ -26,6 +26,7 @@ from .full_state import masters_of
 from mixedfp.engine.in_float32 import (
     AttentionInFloat32,
     ComputeInFloat32,
+    EmbeddingInFloat32,
     has_fp16_arithmetic,
     slow_attention,
 )
@@ -219,9 +220,10 @@ class HalfForward(WrappedForward):
 
     It stands in `model.forward`, with the signature of what it stands for. Inputs are cast to
     `dtype` (but keyword arguments named `...label...`), 16-bit outputs to float32.
-    `torch.autocast` is entered inside where the model needs it. What a CPU is slow at in 16 bits
-    is computed in float32: in float16 all products, where there is no fp16 arithmetic; in bfloat16
-    attention. Modes that are entered here are left here, whatever is raised.
+    `torch.autocast` is entered inside where the model needs it. What a CPU is slow or wrong at
+    in 16 bits is computed in float32: in float16 all products, where there is no fp16 arithmetic;
+    in bfloat16 attention; in both the gradients of embeddings. Modes that are entered here are left
+    here, whatever is raised.
     """
 
     def __init__(
@@ -239,6 +241,7 @@ class HalfForward(WrappedForward):
         "Find out anew what the model needs: it may have changed."
         self.devices = _devices_of(self.model)
         self.attends = None  # whether it calls attention; None: not known yet
+        self.embeds = None  # whether it looks rows of a table up
         self.needs = {}  # why autocast is entered, for each kind of call; None: it is not
         self.before = {}  # what brings the model back, for each kind of call
         self.is_inside = False  # of a call that finds something out
@@ -396,7 +399,18 @@ def _forward(self: HalfForward, *inputs):
 
 
 @patch
-def _forward_as_it_is(self: HalfForward, args, kwargs, find=None, promote=None):
+def _forward_as_it_is(self: HalfForward, *inputs):
+    if self.native or self.embeds is False or not self._is_on_cpu() or not self._is_eager():
+        return self._forward_in_modes(*inputs)
+    with EmbeddingInFloat32() as mode:
+        out = self._forward_in_modes(*inputs)
+    if self.embeds is None:
+        self.embeds = mode.is_used
+    return out
+
+
+@patch
+def _forward_in_modes(self: HalfForward, args, kwargs, find=None, promote=None):
     if find is None and promote is None:
         return self._own(*args, **kwargs)
     nothing = nullcontext()  # what is entered last sees each function first
@@ -419,10 +433,15 @@ def _is_on_cpu(self: HalfForward):
 
 
 @patch
-def _forward_with_attention(self: HalfForward, *inputs):
+def _is_eager(self: HalfForward):
+    "Whether a pass to train on is computed as it is called, not as it was compiled."
     is_compiled = torch.compiler.is_compiling() or uncompiled(self.model) is not self.model
-    is_plain = is_compiled or self.attends is False or not torch.is_grad_enabled()
-    if is_plain or not slow_attention("cpu", self.dtype):
+    return torch.is_grad_enabled() and not is_compiled
+
+
+@patch
+def _forward_with_attention(self: HalfForward, *inputs):
+    if self.attends is False or not self._is_eager() or not slow_attention("cpu", self.dtype):
         return self._forward_as_it_is(*inputs)
     with AttentionInFloat32() as mode:
         out = self._forward_as_it_is(*inputs)
