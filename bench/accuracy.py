@@ -70,9 +70,13 @@ def measure_times(args: argparse.Namespace) -> dict:
             if turn > 0:  # the first turn warms up
                 batches[name].append(median(clock.seconds))
     fp32 = batches.get("fp32", [float("nan")] * args.turns)
-    return {name: {"seconds": (args.n_train // args.bs) * median(own),
-                   "to_fp32": median(a / b for a, b in zip(own, fp32, strict=True))}
-            for name, own in batches.items()}
+    return {
+        name: {
+            "seconds": (args.n_train // args.bs) * median(own),
+            "to_fp32": median(a / b for a, b in zip(own, fp32, strict=True)),
+        }
+        for name, own in batches.items()
+    }
 
 
 def train_all(args: argparse.Namespace, path: Path) -> list[dict]:
@@ -85,8 +89,16 @@ def train_all(args: argparse.Namespace, path: Path) -> list[dict]:
             for name in args.precisions:
                 if (name, lr, seed) in done:
                     continue
-                result = train_once(name, lambda s: get_dls(seed=s), MODELS[args.model], args.opt,
-                                    args.epochs, lr, seed, report)
+                result = train_once(
+                    name,
+                    lambda s: get_dls(seed=s),
+                    MODELS[args.model],
+                    args.opt,
+                    args.epochs,
+                    lr,
+                    seed,
+                    report,
+                )
                 rows.append({**{k: getattr(result, k) for k in COLUMNS if k != "lr"}, "lr": lr})
                 with path.open("w", newline="") as f:
                     writer = csv.DictWriter(f, COLUMNS)
@@ -106,8 +118,10 @@ def read(path: Path) -> list[dict]:
     if not path.exists():
         return []
     with path.open(newline="") as f:
-        return [{k: v if k == "precision" else float(v or "nan") for k, v in row.items()}
-                for row in csv.DictReader(f)]
+        return [
+            {k: v if k == "precision" else float(v or "nan") for k, v in row.items()}
+            for row in csv.DictReader(f)
+        ]
 
 
 def summarize(rows: list[dict], times: dict) -> list[dict]:
@@ -119,16 +133,18 @@ def summarize(rows: list[dict], times: dict) -> list[dict]:
             if not runs:
                 continue
             percents = [100 * r["accuracy"] for r in runs]
-            lines.append({
-                "lr": lr,
-                "precision": name,
-                "seeds": len(runs),
-                "accuracy_mean": mean(percents),
-                "accuracy_sd": stdev(percents) if len(runs) > 1 else float("nan"),
-                "valid_loss": mean(r["valid_loss"] for r in runs),
-                "skipped": sum(r["skipped"] for r in runs),
-                **times.get(name, {"seconds": float("nan"), "to_fp32": float("nan")}),
-            })
+            lines.append(
+                {
+                    "lr": lr,
+                    "precision": name,
+                    "seeds": len(runs),
+                    "accuracy_mean": mean(percents),
+                    "accuracy_sd": stdev(percents) if len(runs) > 1 else float("nan"),
+                    "valid_loss": mean(r["valid_loss"] for r in runs),
+                    "skipped": sum(r["skipped"] for r in runs),
+                    **times.get(name, {"seconds": float("nan"), "to_fp32": float("nan")}),
+                }
+            )
     return lines
 
 
@@ -138,15 +154,21 @@ def show(lines: list[dict]) -> None:
     print("|---|---|---|---|---|---|---|")
     for o in lines:
         accuracy = f"{o['accuracy_mean']:.1f} ± {o['accuracy_sd']:.1f}"
-        print(f"| {o['lr']:g} | {o['precision']} | {accuracy} | {o['valid_loss']:.3f} "
-              f"| {o['seconds']:.2f} | {o['to_fp32']:.2f} | {o['skipped']:.0f} |")
+        print(
+            f"| {o['lr']:g} | {o['precision']} | {accuracy} | {o['valid_loss']:.3f} "
+            f"| {o['seconds']:.2f} | {o['to_fp32']:.2f} | {o['skipped']:.0f} |"
+        )
 
 
 def main() -> None:
     """Run what is asked for, and write and print the table."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--precisions", nargs="+", choices=PRECISIONS,
-                   default=["fp32", "bf16-flat", "bf16", "bf16-pure", "fp16-flat"])
+    p.add_argument(
+        "--precisions",
+        nargs="+",
+        choices=PRECISIONS,
+        default=["fp32", "bf16-flat", "bf16", "bf16-pure", "fp16-flat"],
+    )
     p.add_argument("--lrs", nargs="+", type=float, default=[0.1, 0.001])
     p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     p.add_argument("--model", choices=MODELS, default="darknet")

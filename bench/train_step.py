@@ -277,10 +277,12 @@ def ours(dtype: torch.dtype, how: dict, model: nn.Module, args: argparse.Namespa
     return Loop(model, opt, dtype, scaler=scaler)
 
 
-def ours_in_fastai(to: str, flat: bool, model: nn.Module, args: argparse.Namespace) -> Fastai:
+def ours_in_fastai(
+    to: str, flat: bool, model: nn.Module, args: argparse.Namespace, **how
+) -> Fastai:
     """Train with `learn.to_bf16()` or `learn.to_fp16()`, ours."""
     run = Fastai(model, args)
-    getattr(run.learn, to)(flat_master=flat)
+    getattr(run.learn, to)(flat_master=flat, **how)
     return run.begin()
 
 
@@ -325,6 +327,7 @@ class Way:
 f16, b16 = torch.float16, torch.bfloat16
 flat = {"flat_master": True}
 stream = {"flat_master": True, "stream": True}
+cut = {"store_param_remainders": True}
 WAYS = {
     "fp32": Way(plain),
     "fp32-cl": Way(plain, True),
@@ -343,6 +346,7 @@ WAYS = {
     "bf16-stream-cl": Way(partial(ours, b16, stream), True),
     "learn-bf16": Way(partial(ours_in_fastai, "to_bf16", False)),
     "learn-bf16-flat": Way(partial(ours_in_fastai, "to_bf16", True)),
+    "learn-bf16-remainders": Way(partial(ours_in_fastai, "to_bf16", True, **cut)),
     "fp16": Way(partial(ours, f16, {})),
     "fp16-flat": Way(partial(ours, f16, flat)),
     "learn-fp16-flat": Way(partial(ours_in_fastai, "to_fp16", True)),
