@@ -19,8 +19,8 @@ _HALF = 0x8000  # of a bfloat16 number's last place, in the pattern of a float32
 
 
 def _one_nan(full):
-    "The same numbers in new memory, and of the kinds of nan one; a compiler gets a node of a graph."
-    if isinstance(full, Tensor):  # five times as fast as below, and four times as slow compiled
+    "The same numbers in new memory, and of the kinds of nan one; of a graph's node, a node."
+    if isinstance(full, Tensor):  # ten times as fast as what is below, which compiles well
         return full.nan_to_num(torch.nan, torch.inf, -torch.inf)
     return torch.where(full == full, full, torch.nan)
 
