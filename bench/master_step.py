@@ -205,9 +205,11 @@ class Ours:
         make: Callable,
         compiled: bool | None = None,
         flat=True,
+        cut=False,
     ):
         scaler = LossScaler(DEVICE, init_scale=512.0, enabled=dtype == torch.float16)
-        self.mixed = MixedStep(dtype, flat, scaler, compiled=compiled)
+        settings = dict(compiled=compiled, store_param_remainders=cut and dtype == torch.bfloat16)
+        self.mixed = MixedStep(dtype, flat, scaler, **settings)
         inside.be_exclusive(self.mixed, flat)
         self.mixed.attach(model.float())
         self.opt = self.mixed.wrap_optimizer(make(opt, list(model.parameters())))
@@ -273,6 +275,8 @@ if SGD is not None:
     WAYS["ours, compiled, fastai's"] = partial(Ours, make=fastai_opt, compiled=True)
 WAYS["ours, flat, torch's"] = partial(Ours, make=torch_opt, compiled=False)
 WAYS["ours, compiled, torch's"] = partial(Ours, make=torch_opt, compiled=True)
+WAYS["ours, remainders, flat"] = partial(Ours, make=torch_opt, compiled=False, cut=True)
+WAYS["ours, remainders, compiled"] = partial(Ours, make=torch_opt, compiled=True, cut=True)
 WAYS["ours, plain loop"] = partial(OursPlain, compiled=True)
 
 

@@ -355,6 +355,7 @@ f16, b16 = torch.float16, torch.bfloat16
 flat = {"flat_master": True}
 compiled = {"flat_master": True, "compiled": True}
 stream = {"flat_master": True, "stream": True}
+cut = {"store_param_remainders": True}
 WAYS = {
     "fp32": Way(plain),
     "fp32-cl": Way(plain, True),
@@ -376,6 +377,7 @@ WAYS = {
     "learn-autocast-bf16": Way(autocast_in_fastai),
     "learn-bf16": Way(partial(ours_in_fastai, "to_bf16", {})),
     "learn-bf16-flat": Way(partial(ours_in_fastai, "to_bf16", flat)),
+    "learn-bf16-remainders": Way(partial(ours_in_fastai, "to_bf16", flat | cut)),
     "learn-bf16-flat-cl": Way(partial(ours_in_fastai, "to_bf16", flat), True),
     "learn-bf16-compiled": Way(partial(ours_in_fastai, "to_bf16", compiled), compiles=True),
     "fp16": Way(partial(ours, f16, {})),

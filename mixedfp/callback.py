@@ -64,6 +64,7 @@ class MixedPrecision(Callback):
         layer_scales: Mapping[str, float] | str | None = None,  # on top, by layer; or 'auto'
         compiled: bool | None = None,  # flat: compile the update; None: once it pays back
         keep_fp32: type | str | Iterable[type | str] = (),  # stays in 32 bits: types, names, globs
+        store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
     ):
         first = _first_scale(loss_scale, init_scale)
         is_scaling = check_flag("enabled", enabled) and dtype == torch.float16
@@ -71,7 +72,14 @@ class MixedPrecision(Callback):
         bounds: Any = dict(min_scale=min_scale, max_scale=max_scale, max_skips=max_skips)
         scaler = LossScaler(None, first, *rule, is_scaling, dynamic=dynamic, **bounds)
         self.mixed = MixedStep(  # all the logic
-            dtype, flat_master, scaler, native, layer_scales, compiled, keep_fp32
+            dtype,
+            flat_master,
+            scaler,
+            native,
+            layer_scales,
+            compiled,
+            keep_fp32,
+            store_param_remainders,
         )
         self._last_loss, self._was_finite = None, True  # of the batch before, detached
 
@@ -386,6 +394,8 @@ def __repr__(self: MixedPrecision) -> str:
         parts.append(f"loss_scale={self.loss_scale:g}, skipped={self.n_skipped}")
     if self.mixed.keep_fp32:
         parts.append(f"keep_fp32={self.mixed.keep_fp32!r}")
+    if self.mixed.cuts:
+        parts.append("store_param_remainders=True")
     return f"{type(self).__name__}({', '.join(parts)})"
 
 
@@ -450,7 +460,7 @@ def model_params(self) -> list[list[torch.nn.Parameter]]:
 
 @patch_to(MixedPrecision, as_prop=True)
 def master_params(self) -> list[list[torch.nn.Parameter]]:
-    "Their float32 masters: flat, one vector a list."
+    "Their float32 masters: flat, one vector a list; of remainders, copies to be read."
     return self._laid_out().master_params
 
 

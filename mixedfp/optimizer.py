@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .engine.buffers import IterationBuffers, PassHook
+from .engine.codec import check_remainders
 from .engine.copies import check_free, check_initialized
 from .engine.elementwise import check_elementwise
 from .engine.flat import as_own_storage
@@ -107,8 +108,8 @@ def _half_dtype(model):
     return dtype
 
 
-def _check_kind(masters, flat, dtype):
-    if not masters.any_grads or masters.flat != flat or masters.dtype != dtype:
+def _check_kind(masters, flat, dtype, cuts):
+    if not masters.any_grads or (masters.flat, masters.dtype, masters.cuts) != (flat, dtype, cuts):
         raise ValueError(
             "the model has masters of another kind already: take them off first, with restore() "
             "of its MasterOptimizer or to_fp32() of its Learner"
@@ -149,7 +150,7 @@ class MasterOptimizer(Optimizer):
             if flat_master:
                 check_elementwise(optimizer, next(model.parameters()).device)
             masters = MasterParams(model, torch.float32, flat_master, any_grads=True)
-        _check_kind(masters, flat_master, masters.dtype)
+        _check_kind(masters, flat_master, masters.dtype, masters.cuts)
         if not isinstance(model, LooseParams):
             install_forward(model, _half_dtype(model))
         state = dict(optimizer=optimizer, masters=masters, stream=stream, compiled=compiled)
@@ -612,7 +613,8 @@ def state_dict(self: MasterOptimizer) -> dict[str, Any]:
     finally:
         self._is_busy = False
     if self._is_loose:
-        masters = [self.masters.master.get(p, p).detach() for p in self._params()]
+        known = self.masters.master
+        masters = [self.masters.full(p) if p in known else p.detach() for p in self._params()]
         state["masters"] = list(map(as_own_storage, masters))
     return state
 
@@ -634,9 +636,10 @@ def load_state_dict(
     finally:
         self._is_busy = False
     if masters is not None:
-        for p, m in zip(params, masters, strict=True):
-            self.masters.master.get(p, p).data.copy_(m)
-        self.masters.master_to_model()
+        with self.masters.unfolded():
+            for p, m in zip(params, masters, strict=True):
+                self.masters.master.get(p, p).data.copy_(m)
+            self.masters.master_to_model()
 
 # %% ../nbs/07_optimizer.ipynb #21ad48ba
 @patch
@@ -681,10 +684,14 @@ def with_masters(
     keep_fp32: type
     | str
     | Iterable[type | str] = (),  # stays in 32 bits: module types; names, globs over names
+    store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
 ) -> tuple:  # the model, and a `MasterOptimizer` for each of `optimizers`
     """Put `model` into 16 bits, and its optimizers on masters that lose nothing.
 
     Comes before `DistributedDataParallel` and `torch.compile`. float32 changes no number.
+    `store_param_remainders` (so called in Apex, Megatron-LM and TransformerEngine) keeps of each
+    master what its bfloat16 weight does not show; weights are rounded half up instead of to even.
+    What `param_groups` holds then has shape and gradient, and nan for numbers.
     Raises: as `MasterOptimizer`, and TypeError for another `dtype`; then nothing is changed.
     """
     check_dtype(dtype)
@@ -694,6 +701,7 @@ def with_masters(
             "DistributedDataParallel or torch.compile on what with_masters returns"
         )
     _check_settings(flat_master=flat_master, stream=stream, native=native, compiled=compiled)
+    check_remainders(store_param_remainders, dtype, flat_master)
     if not optimizers:
         raise TypeError(
             "no optimizer is given: with_masters(model, optimizer). To predict in 16 bits there "
@@ -711,9 +719,16 @@ def with_masters(
     masters = MasterParams.of(model)
     if masters is None:
         check_free(model)
-        MasterParams(model, dtype, flat_master, any_grads=True, keep_fp32=keep_fp32)
+        MasterParams(
+            model,
+            dtype,
+            flat_master,
+            any_grads=True,
+            keep_fp32=keep_fp32,
+            store_param_remainders=store_param_remainders,
+        )
     else:
-        _check_kind(masters, flat_master, dtype)
+        _check_kind(masters, flat_master, dtype, store_param_remainders)
     install_forward(model, dtype, native)
     kwargs: dict[str, Any] = dict(model=model, stream=stream, compiled=compiled)
     return model, *(MasterOptimizer(optimizer, flat_master, **kwargs) for optimizer in optimizers)

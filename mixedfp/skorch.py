@@ -339,12 +339,13 @@ class MixedPrecisionMixin:
         flat_master: bool = False,  # one vector of masters a group instead of one a parameter
         grad_scaler: type[GradScaler] = LossScaler,  # any; takes what `grad_scaler__...` says
         keep_fp32: type | str | Iterable[type | str] = (),  # with masters: types, names, globs
+        store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
         self.amp_enabled, self.amp_dtype, self.amp_mode = amp_enabled, amp_dtype, amp_mode
         self.flat_master, self.grad_scaler = flat_master, grad_scaler
-        self.keep_fp32 = keep_fp32
+        self.keep_fp32, self.store_param_remainders = keep_fp32, store_param_remainders
 
 
 @patch
@@ -456,6 +457,7 @@ def _make_masters(self: MixedPrecisionMixin):
         dtype=to_dtype(self.amp_dtype),
         flat_master=self.flat_master,
         keep_fp32=list(_with_prefix(self.keep_fp32, modules)),
+        store_param_remainders=self.store_param_remainders,
     )
     for name, optimizer in zip(self._optimizers, wrapped, strict=True):
         setattr(self, name + "_", optimizer)
@@ -566,7 +568,8 @@ def notify(self: MixedPrecisionMixin, method_name: str, **cb_kwargs) -> None:
     super(MixedPrecisionMixin, self).notify(method_name, **cb_kwargs)
 
 # %% ../nbs/12_skorch.ipynb #68d0f8d0
-_OWN = ("amp_enabled", "amp_dtype", "amp_mode", "flat_master", "grad_scaler", "keep_fp32")
+_OWN = """amp_enabled amp_dtype amp_mode flat_master grad_scaler keep_fp32
+store_param_remainders""".split()
 
 
 @patch
@@ -603,7 +606,8 @@ def _check_with(self: MixedPrecisionMixin, own):
 @patch
 def _settings(self: MixedPrecisionMixin):
     "What the optimizers depend on, and what the scaler depends on."
-    masters = self._has_masters() and (self.amp_dtype, self.flat_master, self.keep_fp32)
+    kind = self.amp_dtype, self.flat_master, self.keep_fp32, self.store_param_remainders
+    masters = self._has_masters() and kind
     scaler = self.grad_scaler, self.amp_enabled, self.amp_dtype
     return masters, (*scaler, self.get_params_for("grad_scaler"))
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from .cast import is_castable, to_float
 from .engine.autocast import PromoteMixed  # noqa: F401
 from .engine.buffers import BufferSnapshot
+from .engine.codec import check_remainders
 from .engine.copies import check_free  # noqa: F401
 from .engine.elementwise import check_elementwise, is_elementwise, same_random_state  # noqa: F401
 from mixedfp.engine.forward import (  # noqa: F401
@@ -82,6 +83,7 @@ class MixedStep:
         layer_scales: Mapping[str, float] | str | None = None,  # by layer, or 'auto'
         compiled: bool | None = None,  # flat: how large vectors are stepped, see `OnePass`
         keep_fp32: Any = (),  # what else stays in 32 bits, as in `model2half`
+        store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
     ):
         self.dtype = check_dtype(dtype)
         self.flat_master = check_flag("flat_master", flat_master)
@@ -90,6 +92,7 @@ class MixedStep:
         if not isinstance(scaler, LossScaler | None):
             raise TypeError(f"`scaler` is {scaler!r}: expected a mixedfp.scaler.LossScaler or None")
         self.keep_fp32 = keep_fp32
+        self.cuts = check_remainders(store_param_remainders, dtype, flat_master)
         if getattr(scaler, "layers", None) is not None:
             raise ValueError("`scaler` has `layers` of its own: give their scales as layer_scales=")
         self.scaler = LossScaler(enabled=dtype == torch.float16) if scaler is None else scaler
@@ -187,7 +190,8 @@ def attach(
         self.detach()
     if self._attached is None:
         layers = self._make_layers(model)
-        masters = MasterParams(model, self.dtype, self.flat_master, keep_fp32=self.keep_fp32)
+        settings: Any = dict(keep_fp32=self.keep_fp32, store_param_remainders=self.cuts)
+        masters = MasterParams(model, self.dtype, self.flat_master, **settings)
         it = self._attached = Attached(masters, BufferSnapshot(model), layers)
     else:
         it = self._attached
@@ -230,8 +234,9 @@ def _share_with(self: MixedStep, it, ddp):
         it.ddp_hook = None
     if ddp is not None:
         it.ddp_hook = stop_averaging(ddp)
-        take_from_first(it.masters.master.values(), ddp.process_group)
-        it.masters.master_to_model()
+        with it.masters.unfolded():
+            take_from_first(it.masters.master.values(), ddp.process_group)
+            it.masters.master_to_model()
     it.ddp = ddp
 
 
@@ -286,7 +291,6 @@ def _take_over(self: MixedStep, before, opt):
     return OptimizerOnMasters(
         opt, self.masters, self.scaler, self.layers, compiled=self.compiled, iteration=iteration
     )
-
 
 # %% ../nbs/06_step.ipynb #47a9efa8
 @patch
@@ -346,7 +350,6 @@ def scale(
 def _is_exclusive(self: MixedStep):
     return self.exclusive and self.layers is None and self.ddp is None
 
-
 # %% ../nbs/06_step.ipynb #091ee5cd
 @patch
 def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip`
@@ -380,7 +383,6 @@ def _decides_on_device(self: MixedStep):
         return False
     on_device = all(d.bucket.master.device.type != "cpu" for d in deferred)
     return on_device if self.on_device is None else self.on_device
-
 
 # %% ../nbs/06_step.ipynb #917fc041
 @patch

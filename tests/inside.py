@@ -12,6 +12,7 @@ import torch
 
 from mixedfp.cast import stays_float
 from mixedfp.engine import payback, torch_private
+from mixedfp.engine.codec import join, round_half_up, split
 from mixedfp.engine.elementwise import check_elementwise
 from mixedfp.engine.exchange import ParamExchange
 from mixedfp.engine.flat import Bucket, GradBuffer, rooms, split_vector
@@ -53,11 +54,14 @@ __all__ = [
     "has_fp16_arithmetic",
     "inputs_out_of_range",
     "is_finite",
+    "join",
     "map_tensors",
     "nonfinite_names",
     "record",
+    "round_half_up",
     "single_use_params",
     "slow_attention",
+    "split",
     "stays_float",
     "take_from_first",
     "torch_private",
@@ -99,6 +103,22 @@ def chunk_size(monkeypatch, n, alone=None):
 def is_everything_large():
     """Whether vectors of any size are stepped in one pass."""
     return _home(ParamExchange).LARGE == 1
+
+
+def keep_masters_whole(monkeypatch):
+    """Have no masters cut: `store_param_remainders` rounds half up, from 32-bit masters."""
+    monkeypatch.setattr(_home(MasterParams), "_is_upper_half", lambda p: False)
+
+
+def memory_of_masters(opt):
+    """Count the bytes in which the masters of `opt` lie, beside the model's own weights."""
+    opt.lend()
+    storages = {}
+    for u in opt.buckets:
+        rest = [] if u.remainders is None else [u.remainders.rest]
+        for t in (u.master, *rest):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def n_compiled(opt):
@@ -250,7 +270,8 @@ def tensors_held(opt):
     chunks = [c for u in opt.buckets for c in (one_pass.chunks(u) if one_pass else [])]
     memory += [c.own for c in chunks if c.own is not None]
     grads = [g.whole for g in opt.masters.grads.values() if g.is_there]
-    return [*(u.master for u in opt.buckets), *grads, *memory]
+    rests = [u.remainders.rest for u in opt.buckets if u.remainders is not None]
+    return [*(u.master for u in opt.buckets), *rests, *grads, *memory]
 
 
 def count_trials(monkeypatch):

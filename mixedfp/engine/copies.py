@@ -161,9 +161,10 @@ class _FullWeights:
 
     def parameters(self):
         for p in self.model.parameters():
-            full = self.masters.master.get(p, p).detach()
-            is_cast = p.dtype != full.dtype
-            yield keep_low_bits(p.detach(), full, p.dtype, looks=False) if is_cast else p
+            masters = self.masters
+            full = masters.full(p) if p in masters.master else p.detach()
+            is_cast, how = p.dtype != full.dtype, dict(looks=False, half_up=masters.cuts)
+            yield keep_low_bits(p.detach(), full, p.dtype, **how) if is_cast else p
 
     def buffers(self):
         full = self.masters.full_buffers(looks=False)

@@ -85,7 +85,7 @@ class Lent:
     @cached_property
     def large(self) -> list[Bucket]:
         "The vectors that are worth a pass of their own."
-        return [u for u in self.buckets if u.is_flat and is_large(u.master)]
+        return [u for u in self.buckets if u.is_flat and (u.is_cut or is_large(u.master))]
 
     @cached_property
     def copies(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -96,8 +96,8 @@ class Lent:
 def copies(
     buckets: list[Bucket],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    "The parameters in `buckets` that have masters, and what is to be copied into each."
-    buckets = [u for u in buckets if u.master is not u.params[0]]
+    "The parameters in `buckets` that have whole masters, and what is to be copied into each."
+    buckets = [u for u in buckets if u.master is not u.params[0] and not u.is_cut]
     params: list[Tensor] = [p for u in buckets for p in u.params]
     return params, [w for u in buckets for w in u.weights]
 
@@ -175,6 +175,7 @@ def lend(self: ParamExchange) -> Lent:
     lists = [list(ps) for ps in param_lists(core)]
     state = self._fold_slow_weights(lists, core.state)
     masters.lay_out(lists, self)
+    masters.fold()
     groups = [
         masters.buckets(i, ps, lambda p: _signature(p, state.get(p, {})), self, self.every)
         for i, ps in enumerate(lists)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SPARSE_IN_VECTORS', 'flatten', 'alignment', 'rooms', 'split_vector', 'make_vector', 'as_own_storage', 'upcast_grad',
-           'check_dense', 'GradBuffer', 'ModelWeights', 'Bucket', 'is_per_element', 'Chunk']
+           'check_dense', 'GradBuffer', 'ModelWeights', 'Remainders', 'Bucket', 'is_per_element', 'Chunk']
 
 # %% ../../nbs/engine/04_flat.ipynb #e3f295ec
 from collections import Counter
@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .codec import PLAIN, REMAINDERS, Stored
 from .torch_private import copy_each_, zero_each_
 from ..formats import MixedPrecisionError
 
@@ -207,6 +208,7 @@ class ModelWeights:
         device = params[0].device
         new = piece is None
         self.whole = torch.zeros(sum(sizes), dtype=self.dtype, device=device) if new else piece
+        self.remainders: Remainders | None = None  # of the masters, where they are cut
         starts = accumulate(sizes, initial=0)
         begin, n = self.whole.data_ptr(), self.dtype.itemsize
         self.places = {p: begin + n * start for p, start in zip(params, starts, strict=False)}
@@ -245,6 +247,89 @@ def _piece(self: ModelWeights, params, sizes):
     start = (places[0] - self.whole.data_ptr()) // n
     return self.whole[start : start + sum(sizes)]
 
+# %% ../../nbs/engine/04_flat.ipynb #32c4540c
+_BLOCK = 2**20  # elements that are cut or put together at once, which takes memory on the way
+
+
+class Remainders:
+    "What the masters in a vector have that the model's weights do not show."
+
+    def __init__(
+        self,
+        place: ModelWeights,  # where the weights of all of them lie
+        params: list[Parameter],  # of the model, in the order of the vector
+    ):
+        self.place, self.params = place, params
+        n, device = len(place.whole), place.whole.device
+        self._nothing = REMAINDERS.store(torch.zeros(1, device=device))[1:]
+        self.rest = torch.stack([x.expand(n) for x in self._nothing])  # upper and lower bytes
+        sizes = rooms(params, device)
+        starts = list(accumulate(sizes, initial=0))
+        parts = [slice(a, a + p.numel()) for a, p in zip(starts, params, strict=False)]
+        self.parts = dict(zip(params, parts, strict=True))
+        self.likes = {
+            p: torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+            for p in params
+        }
+        self.is_whole = True  # the masters are in their vector, not yet or not now cut
+        self.versions: list[int] = []
+        self.note()
+
+    def likes_of(
+        self,
+        params: list[Parameter],
+    ) -> list[Tensor]:
+        "Tensors without numbers that lie as the masters of `params` do."
+        return [self.likes[p] for p in params]
+
+    def note(self) -> None:
+        "What the model holds now is what was cut."
+        self.versions = [p._version for p in self.params]
+
+    def forget_written(self) -> list[Parameter]:  # that others have written
+        "Begin anew where others have written into a weight since: its master is what it is."
+        now = [p._version for p in self.params]
+        if now == self.versions:
+            return []
+        pairs = zip(self.params, now, self.versions, strict=True)
+        written = [p for p, a, b in pairs if a != b and self.place.has(p)]
+        for p in written:
+            for vector, x in zip(self.rest, self._nothing, strict=True):
+                vector[self.parts[p]] = x
+        self.versions = now
+        return written
+
+# %% ../../nbs/engine/04_flat.ipynb #3186c3c6
+@patch
+@torch.no_grad()
+def cut(
+    self: Remainders,
+    vector: Tensor,  # of masters, float32
+) -> None:
+    "Write the masters into the model, rounded half up, and keep what that does not show."
+    stored = [self.place.whole, *self.rest]
+    for i in range(0, len(vector), _BLOCK):
+        block = slice(i, i + _BLOCK)
+        Stored(REMAINDERS, tuple(part[block] for part in stored)).store(vector.detach()[block])
+    self.note()
+
+
+@patch
+@torch.no_grad()
+def whole(
+    self: Remainders,
+    of: Parameter | None = None,  # of the model; None: all of them, as a vector
+) -> Tensor:  # new memory, float32
+    "The masters, put together."
+    self.forget_written()
+    part = slice(None) if of is None else self.parts[of]
+    stored = [self.place.whole[part], *self.rest[:, part]]
+    full = torch.empty(stored[0].shape, device=self.rest.device)
+    for i in range(0, len(full), _BLOCK):
+        block = slice(i, i + _BLOCK)
+        full[block] = REMAINDERS.load(*(x[block] for x in stored))
+    return full if of is None else _unflatten(full, self.likes[of])
+
 # %% ../../nbs/engine/04_flat.ipynb #d4b9e1cb
 class Bucket:
     "What an optimizer steps as one tensor: a master, and the model parameters it is the master of."
@@ -261,11 +346,19 @@ class Bucket:
         self.params, self.master, self.part = params, master, part
         self.grad_buffer: Any = grad_buffer  # of a bucket of one parameter: None
         self.weights = [master] if weights is None else weights
+        self.remainders = None if model_weights is None else model_weights.remainders
+        # what says how each lies in memory: masters that are cut have no strides
+        self.likes = self.weights if self.remainders is None else self.remainders.likes_of(params)
         self.is_flat = weights is not None
         self.model_weights = model_weights
         self.shown = None  # the gradient that the master was seen with
         self._chunks = {}
         self.probe: Any = None  # a few numbers in its place, for `OnePass`
+
+    @property
+    def is_cut(self) -> bool:
+        "Whether its masters are kept as remainders, and put together in the step's pass alone."
+        return self.remainders is not None and self.master.numel() > 0
 
     @cached_property
     def grad(self) -> Tensor:
@@ -300,6 +393,14 @@ def has(
 def has_taken(self: Bucket) -> bool:
     "Flat: whether the parameters' gradients are the master's memory."
     return self.has([p.grad for p in self.params])
+
+# %% ../../nbs/engine/04_flat.ipynb #e6f5a426
+@patch
+def follow(self: Bucket) -> None:
+    "Have the master of a part of a vector lie where the vector lies by now."
+    vector = self.grad_buffer.vector if self.is_flat else self.master
+    if self.master is not vector:
+        self.master.data = vector.detach()[self.part]
 
 # %% ../../nbs/engine/04_flat.ipynb #60894742
 @patch
@@ -407,13 +508,13 @@ def split(
 
 @patch
 def _join_one(self: Bucket, values):
-    return _join(values, self.weights) if is_per_element(values[0], self.params[0]) else values[0]
+    return _join(values, self.likes) if is_per_element(values[0], self.params[0]) else values[0]
 
 
 @patch
 def _split_one(self: Bucket, value):
     if is_per_element(value, self.master):
-        return split_vector(value, self.weights)
+        return split_vector(value, self.likes)
     return [value.clone() if isinstance(value, Tensor) else value for _ in self.params]
 
 # %% ../../nbs/engine/04_flat.ipynb #f6913ef2
@@ -429,13 +530,18 @@ class Chunk:
     ):
         self.params = [bucket.params[i] for i in which]
         self.weights = [bucket.weights[i].detach() for i in which]
+        self.likes = [bucket.likes[i] for i in which]
         self.master, self.part, self.inside = bucket.master.detach()[part], part, inside
         # where gradients were gathered last, views of it, what is left between them
         self.memory, self.views, self.gaps = None, [], []
         self.lent, self.own = None, None  # memory that is lent, memory to keep
         self.model_weights, self.written = bucket.model_weights, None
+        self.stored = Stored(PLAIN, (self.master,))  # how the masters lie
         if self.model_weights is not None:
-            self.written = self.model_weights.whole[bucket.part][part]
+            written = self.written = self.model_weights.whole[bucket.part][part]
+            if bucket.remainders is not None:
+                rest = bucket.remainders.rest[:, bucket.part][:, part]
+                self.stored = Stored(REMAINDERS, (written, *rest))
 
     def take(
         self,
@@ -449,8 +555,8 @@ class Chunk:
         dtypes = {g.dtype for g in grads}
         memory = lend(self, dtypes.pop() if len(dtypes) == 1 else self.master.dtype)
         if self.memory is not memory:
-            self.memory, self.views = memory, split_vector(memory, self.weights)
-            self.gaps = _gaps(memory, self.weights)
+            self.memory, self.views = memory, split_vector(memory, self.likes)
+            self.gaps = _gaps(memory, self.likes)
         _gather(grads, self.views)
         if self.gaps:  # another chunk's gradients may have been there
             zero_each_(self.gaps)
@@ -458,8 +564,8 @@ class Chunk:
 
     def out(self) -> Tensor | None:
         "The memory of the model's weights as a vector, None if they do not lie in one piece."
-        if self.written is not None:
-            return self.written
+        if self.written is not None:  # which is a part of how masters with remainders lie
+            return self.written if self.stored.codec is PLAIN else None
         if self.inside is None:
             return None
         (p,) = self.params
@@ -472,7 +578,8 @@ class Chunk:
         if place is None:
             return
         pairs = zip(self.params, self.weights, strict=True)
-        elsewhere = [(p, w) for p, w in pairs if not place.has(p)]
+        is_cut = self.stored.codec is not PLAIN  # then a step begins with all in their places
+        elsewhere = [(p, w) for p, w in pairs if not (is_cut or place.has(p))]
         if elsewhere:
             params, weights = map(list, zip(*elsewhere, strict=True))
             copy_each_(params, weights)
@@ -481,7 +588,8 @@ class Chunk:
     def master_to_model(self) -> None:
         "Write the masters into the model, rounded."
         if self.written is not None:
-            self.written.copy_(self.master)
+            if self.stored.codec is PLAIN:
+                self.written.copy_(self.master)
             self.end_write()
             return
         if self.inside is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .codec import round_half_up
 from .torch_private import state_dict_hooks
 
 # %% ../../nbs/engine/05_full_state.ipynb #cef21107
@@ -19,9 +20,11 @@ def keep_low_bits(
     full: Tensor,  # of the same shape; what that was rounded from
     dtype: torch.dtype,  # to which; `now` may have been cast on since, by `model.half()`
     looks: bool = True,  # Sync: reads one number, to return `full` itself where nothing was written
+    half_up: bool = False,  # how it was rounded; False: half to even
 ) -> Tensor:  # in the wider of both dtypes
     "Return `full` where `now` is what it rounds to, elsewhere what was written to `now`."
-    same = now == full.to(dtype).to(now.dtype)
+    rounded = round_half_up(full, dtype) if half_up else full.to(dtype)
+    same = now == rounded.to(now.dtype)
     if looks and bool(same.all()):
         return full
     wide = torch.promote_types(full.dtype, dtype)

@@ -413,8 +413,10 @@ class GradTaker:
         if self.ddp is None or self.ddp() is not ddp:
             self.ddp = weakref.ref(ddp)
             # it has given all ranks the first one's weights, in 16 bits
-            take_from_first((m.data for m in self.masters.master.values()), ddp.process_group)
-            self.masters.master_to_model()
+            with self.masters.unfolded():
+                masters = (m.data for m in self.masters.master.values())
+                take_from_first(masters, ddp.process_group)
+                self.masters.master_to_model()
         self.sends = ddp.require_backward_grad_sync
 
     def remove(self) -> None:

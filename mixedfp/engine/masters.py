@@ -6,7 +6,8 @@
 __all__ = ['MasterParams', 'check_has_weights']
 
 # %% ../../nbs/engine/07_masters.ipynb #b0507800
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, groupby
 from operator import attrgetter, is_, ne
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..cast import drop_casts, find_kept, is_castable, model2half, what_is_lost
+from .codec import check_remainders, round_half_up
 from mixedfp.engine.copies import (
     LEAVING,
     DeepCopy,
@@ -32,6 +34,7 @@ from mixedfp.engine.flat import (
     Bucket,
     GradBuffer,
     ModelWeights,
+    Remainders,
     alignment,
     as_own_storage,
     make_vector,
@@ -77,8 +80,10 @@ class MasterParams:
         flat: bool = False,  # lay the masters of each list out in one vector
         any_grads: bool = False,  # take gradients in any dtype: others put them there, or send them
         keep_fp32: Any = (),  # what else stays in 32 bits, as in `model2half`
+        store_param_remainders: bool = False,  # bfloat16, flat: cut the masters of vectors
     ):
         self.model, self.dtype, self.flat = model, check_dtype(dtype), flat
+        self.cuts = check_remainders(store_param_remainders, dtype, flat)
         self.any_grads, self.half_grad_params, self.keep_fp32 = any_grads, set(), keep_fp32
         self._takes_any = False
         self.is_away = False  # a copy that has left, see `leave`
@@ -88,7 +93,7 @@ class MasterParams:
         self.layouts, self.grads = {}, {}  # by optimizer; by parameter
         self.model_weights: dict[Parameter, ModelWeights] = {}  # where the model's lie in one piece
         self._shown_as = {}  # the name of each parameter in the `state_dict` that had it last
-        self._hooks, self._unfinished, self._loading = [], {}, None
+        self._hooks, self._unfinished, self._loading, self._loaded = [], {}, None, []
         self.after_load = None  # called after a `load_state_dict`
         self._leaves_in_float = not any(
             p.itemsize == 2 for p in model.parameters() if is_castable(p)
@@ -105,7 +110,7 @@ class MasterParams:
 
     def __getstate__(self) -> dict:
         """Be copied and pickled without the layout: a copy's views would be no views."""
-        master = {p: Parameter(m.detach().clone()) for p, m in self.master.items()}
+        master = {p: Parameter(self.full(p).clone()) for p in self.master}
         return vars(self) | dict(master=master, layouts={}, grads={}, model_weights={})
 
     def __setstate__(self, state: dict) -> None:
@@ -120,8 +125,13 @@ class MasterParams:
 
     @property
     def master_params(self) -> list[list[Parameter]]:
-        "The masters of `model_params`; flat: one vector a list, device and dtype."
-        return [ms for _, masters in self.layouts.values() for ms in masters]
+        """The masters of `model_params`; flat: one vector a list, device and dtype.
+
+        With `store_param_remainders` these are 32-bit copies, to be read: what is written to them
+        is lost. Their gradients are the masters' own.
+        """
+        lists = [ms for _, masters in self.layouts.values() for ms in masters]
+        return [list(map(self._shown, ms)) for ms in lists]
 
 # %% ../../nbs/engine/07_masters.ipynb #ccc2f8ed
 @patch
@@ -202,6 +212,8 @@ def _cast_model(self: MasterParams):
     for p, g in zip(params, grads, strict=True):
         self._take_in(p, g)
     self.buffers = {(m, k): _Buffer(b, m.get_buffer(k).dtype) for m, k, b in buffers}
+    if self.cuts:
+        self.master_to_model()
     for name, p in model.named_parameters():
         self._say_overflow(name, p, self.master.get(p))
 
@@ -299,7 +311,7 @@ def _dtype_of_grad(self: MasterParams, p):
 @patch
 def _restore_dtypes(self: MasterParams, p):
     if p.dtype != self.param_dtype[p]:
-        p.data = self.master[p].detach().to(self.param_dtype[p], copy=True)
+        p.data = self._rounded(self.full(p), self.param_dtype[p]).clone()
     grad_dtype = self._dtype_of_grad(p)
     if p.grad_dtype != grad_dtype:  # `copy.deepcopy` forgets it
         g, p.grad = p.grad, None
@@ -313,8 +325,9 @@ def _restore_dtypes(self: MasterParams, p):
 @torch.no_grad()
 def master_to_model(self: MasterParams) -> None:
     "Write every master into its model parameter, rounded to the parameter's dtype."
-    for p, master in self.master.items():
-        p.copy_(master)
+    with self.unfolded():
+        for p, master in self.master.items():
+            p.copy_(self._rounded(master, p.dtype))
     self.is_stepping = False
 
 
@@ -323,13 +336,19 @@ def sync_from_model(self: MasterParams) -> None:
     "Take over what others did to the model: wrote weights, moved it, copied it."
     if self.is_stepping:  # an exception came between the optimizer and the model
         self.master_to_model()
+    with self.unfolded():
+        self._sync_all()
+
+
+@patch
+def _sync_all(self: MasterParams):
     if not all(map(self._is_laid_out, self.grads)):
         for owner in list(self.layouts):
             self._forget_layout(owner)  # `Module.to` takes gradients along, out of their vector
     for p, master in self.master.items():
         if master.device != p.device:
             master.data = master.detach().to(p.device)
-        full = keep_low_bits(p.detach(), master.detach(), self.param_dtype[p])
+        full = keep_low_bits(p.detach(), master.detach(), self.param_dtype[p], half_up=self.cuts)
         if full.data_ptr() != master.data_ptr():
             master.data.copy_(full)
         self._restore_dtypes(p)
@@ -359,6 +378,7 @@ def is_in_its_dtypes(self: MasterParams) -> bool:
 def restore(self: MasterParams) -> nn.Module:  # the model, in 32 bits
     "Give the model its masters back, bit for bit, and let go of it."
     self.sync_from_model()
+    self.unfold()
     for hook in self._hooks:
         hook.remove()
     for p, master in self.master.items():
@@ -399,7 +419,14 @@ def float_model(self: MasterParams) -> nn.Module:
 
     To average (`AveragedModel(twin)`), to evaluate or export in 32 bits. What is trained on
     goes into the twin; buffers that the model holds in 16 bits are copied once.
+    Raises: MixedPrecisionError where masters are kept as remainders: nobody could share them.
     """
+    if self.cuts:
+        raise MixedPrecisionError(
+            "the masters are kept as remainders, so no 32-bit twin can share their memory: "
+            "copy.deepcopy(model) gives a plain model in 32 bits, AveragedModel(model) averages "
+            "the masters, and store_param_remainders=False keeps them"
+        )
     self.sync_from_model()
     memo = {id(p): master for p, master in self.master.items()} | {id(self): self}
     memo |= {id(b): b for b in self.model.buffers()} | self.full_buffers()
@@ -433,6 +460,8 @@ def lay_out(
         model_params.append([p for p in ps if id(p) not in second])
         norms_and_biases = [p for p in ps if id(p) in second]
         model_params.append(sorted(norms_and_biases, key=lambda p: ranks.get(id(p), 0)))
+    if self.cuts:  # what can be cut lies together
+        model_params = [sorted(ps, key=lambda p: not _is_upper_half(p)) for ps in model_params]
     ids = _ids(model_params)
     if owner is not None and owner not in self.layouts and None in self.layouts:
         self.layouts[owner] = self.layouts.pop(None)  # made before there was an optimizer
@@ -441,6 +470,7 @@ def lay_out(
     trained = set(sum(ids, []))
     if len(trained) < len(sum(ids, [])):
         raise ValueError("a parameter is in two groups of the optimizer, or twice in one")
+    self.unfold()
     for other, (params, _) in list(self.layouts.items()):  # its own, and its predecessor's
         if other is owner or not trained.isdisjoint(sum(_ids(params), [])):
             self._forget_layout(other)
@@ -451,6 +481,7 @@ def lay_out(
     else:
         master_params = [[self.master[p] for p in ps] for ps in model_params]
     self.layouts[owner] = model_params, master_params
+    self.fold()
 
 
 def _ranks(model):
@@ -465,8 +496,8 @@ def _ranks(model):
 # %% ../../nbs/engine/07_masters.ipynb #93c79a3a
 @patch
 def _is_laid_out(self: MasterParams, p):
-    grads, layout = self.grads[p], _layout(p)
-    if layout != _layout(self.master[p]):
+    grads, layout, cut = self.grads[p], _layout(p), self._remainders(p)
+    if layout != _layout(self.master[p]) or not (cut is None or cut.place.has(p)):
         return False
     if not grads.is_there:
         return True
@@ -480,6 +511,8 @@ def _forget_layout(self: MasterParams, owner):
     for p in sum(self.layouts.pop(owner)[0], []):
         if self.grads.pop(p, None) is not None:  # a view would keep its vector in memory
             self.master[p].data = self.master[p].detach().clone()
+        if self._remainders(p) is not None:
+            self.model_weights[p].remainders = None
 
 
 def _layout(t):
@@ -493,8 +526,12 @@ def _vectors(self: MasterParams, params):
     for _, run in groupby(params, key=self._memory):
         run = list(run)
         before = [self.model_weights.pop(p, None) for p in run]
-        if alignment(run[0].device) > 1:
-            self.model_weights |= dict.fromkeys(run, ModelWeights(run, before[0]))
+        is_cut = self._memory(run[0])[-1]
+        if alignment(run[0].device) > 1 or is_cut:
+            place = ModelWeights(run, before[0])
+            self.model_weights |= dict.fromkeys(run, place)
+            if is_cut and all(map(place.has, run)):
+                place.remainders = Remainders(place, run)
         vector = Parameter(make_vector([self.master[p].detach() for p in run], run))
         self.grads |= dict.fromkeys(run, GradBuffer(vector, run))
         for p, weight in zip(run, split_vector(vector.detach(), run), strict=True):
@@ -506,7 +543,133 @@ def _vectors(self: MasterParams, params):
 
 @patch
 def _memory(self: MasterParams, p):
-    return p.device, self.master[p].dtype
+    is_alone = p.untyped_storage().nbytes() == p.nbytes
+    return p.device, self.master[p].dtype, self.cuts and _is_upper_half(p) and is_alone
+
+
+def _is_upper_half(p):
+    return p.dtype == torch.bfloat16 and p.ndim > 0
+
+# %% ../../nbs/engine/07_masters.ipynb #b829fe1e
+@patch
+def _rounded(self: MasterParams, full, dtype):
+    "What a weight in `dtype` shows of its master."
+    return round_half_up(full.detach(), dtype) if self.cuts else full.detach().to(dtype)
+
+
+@patch
+def _remainders(self: MasterParams, p) -> Remainders | None:
+    place = self.model_weights.get(p)
+    return None if place is None else place.remainders
+
+
+@patch
+def full(
+    self: MasterParams,
+    p: Parameter,  # of the model
+) -> Tensor:
+    "The master of `p` in 32 bits: itself, or put together where it is cut."
+    cut = self._remainders(p)
+    if cut is None or cut.is_whole:
+        return self.master[p].detach()
+    self._say_written(cut)
+    return cut.whole(p)
+
+
+@patch
+def _shown(self: MasterParams, master):
+    if not self.cuts:
+        return master
+    cut = next((cut for cut, grads in self._cut_vectors() if grads.vector is master), None)
+    if cut is None or cut.is_whole:
+        copy = Parameter(master.detach().clone())
+    else:
+        self._say_written(cut)
+        copy = Parameter(cut.whole())
+    copy.grad = master.grad
+    return copy
+
+# %% ../../nbs/engine/07_masters.ipynb #6c739407
+@patch
+def _cut_vectors(self: MasterParams):
+    "Those whose masters are cut, or would be, with the buffers that know them."
+    buffers = {id(grads): grads for grads in self.grads.values()}.values() if self.cuts else ()
+    pairs = [(self._remainders(grads.params[0]), grads) for grads in buffers]
+    return [(cut, grads) for cut, grads in pairs if cut is not None]
+
+
+@patch
+def unfold(self: MasterParams) -> None:
+    "Put all masters together in their vectors, until `fold`: for more than a look."
+    for cut, grads in self._cut_vectors():
+        if not cut.is_whole:
+            self._say_written(cut)
+            full = cut.whole()
+            self._lay(grads, full, split_vector(full, cut.likes_of(grads.params)))
+            cut.is_whole = True
+
+
+@patch
+def fold(self: MasterParams) -> None:
+    "Cut all masters: into the model's weights, rounded half up, and what these do not show."
+    for cut, grads in self._cut_vectors():
+        if cut.is_whole:
+            cut.cut(grads.vector)
+            cut.is_whole = False
+            nan = grads.vector.new_full((), torch.nan)
+            weights = [nan.expand(p.shape) for p in grads.params]
+            self._lay(grads, nan.expand(len(grads.vector)), weights)
+
+
+@patch
+def show_whole(self: MasterParams) -> None:
+    "Write masters that are together for now into the model: of weights on the way of a step."
+    for cut, grads in self._cut_vectors():
+        if cut.is_whole:
+            cut.cut(grads.vector)
+            torch.autograd.graph.increment_version(grads.params)
+            cut.note()
+
+
+@patch
+@contextmanager
+def unfolded(self: MasterParams) -> Iterator[None]:
+    "In this block all masters are there in 32 bits, and the model follows at its end."
+    were_whole = any(cut.is_whole for cut, _ in self._cut_vectors())
+    self.unfold()
+    try:
+        yield
+    finally:
+        if not were_whole:
+            self.fold()
+
+
+@patch
+def _lay(self: MasterParams, grads, full, weights):
+    grads.vector.data = full
+    for p, weight in zip(grads.params, weights, strict=True):
+        self.master[p].data = weight
+
+# %% ../../nbs/engine/07_masters.ipynb #5b766dec
+@patch
+def note_written(self: MasterParams) -> None:
+    "A step has written the weights: they and the remainders belong together."
+    for cut, _ in self._cut_vectors():
+        cut.note()
+
+
+@patch
+def _say_written(self: MasterParams, cut):
+    "Begin anew where others have written, and say once what that takes."
+    if self.is_stepping:  # it was the step, which an exception has ended
+        cut.note()
+    elif cut.forget_written():
+        notice_once(
+            "somebody writes into the model's weights between steps: with "
+            "store_param_remainders=True a parameter that is written to loses the lower half of "
+            "its masters, also where it was not changed. Who does so often, to clip weights, say, "
+            "trains with store_param_remainders=False"
+        )
 
 # %% ../../nbs/engine/07_masters.ipynb #dd683a5e
 @patch
@@ -531,7 +694,7 @@ def buckets(
     laid_out = {p for ps in lists for p in ps}
     buckets = [Bucket([p], self.master.get(p, p)) for p in params if p not in laid_out]
     for ps, vectors in zip(lists, master_params[2 * group : 2 * group + 2], strict=True):
-        runs = groupby(ps, key=self._memory)
+        runs = groupby(ps, key=lambda p: id(self.grads[p]))
         for vector, (_, run) in zip(vectors, runs, strict=True):
             buckets += self._runs(vector, run, key, every)
     return buckets
@@ -581,7 +744,7 @@ def come_back(self: MasterParams) -> None:
     if not self.is_away:
         return
     forwards = self._left_forwards
-    self.__init__(self.model, self.dtype, self.flat, self.any_grads, self.keep_fp32)
+    self.__init__(self.model, self.dtype, self.flat, self.any_grads, self.keep_fp32, self.cuts)
     for m, forward in forwards:
         m.forward = forward
 
@@ -590,7 +753,8 @@ def come_back(self: MasterParams) -> None:
 def _load(self: MasterParams, module, state_dict, prefix, _meta, _strict, _miss, _extra, errors):
     "Take the 32-bit values that `module` is about to round."
     if not prefix:
-        self._loading = module
+        self._loading, self._loaded = module, []
+        self.unfold()  # until the end of the load
         if not self._fits(module, state_dict):
             self.sync_from_model()
             self._unfinished[module] = UnfinishedLoad(self, module, errors)
@@ -600,6 +764,7 @@ def _load(self: MasterParams, module, state_dict, prefix, _meta, _strict, _miss,
             new = new[0]
         if p is not None and p in self.master and _shape(new) == p.shape:
             self.master[p].data.copy_(new)
+            self._loaded.append(p)
             self._say_overflow(prefix + k, p, self.master[p])
     for k, now in _castable_buffers(module):
         new, kept = state_dict.get(prefix + k), self.buffers.get((module, k))
@@ -629,6 +794,11 @@ def _end_load(self: MasterParams, module, incompatible):
     load = self._unfinished.pop(module, None)
     if load is not None and (load.errors or (loads_strictly() and any(incompatible))):
         load.roll_back()
+    if module is self._loading:
+        with torch.no_grad():
+            for p in self._loaded if self.cuts else ():  # which PyTorch has rounded to even
+                p.copy_(self._rounded(self.master[p], p.dtype))
+        self.fold()
     if module is self._loading and self.after_load is not None:
         self.after_load()
 
@@ -640,10 +810,10 @@ def _show(self: MasterParams, module, state_dict, prefix):
         if p in self.master and prefix + k in state_dict:
             if self.master[p].device != p.device and not p.is_meta:
                 self.sync_from_model()
-            full = self.master[p].detach()
+            full = self.full(p)
             if not self.is_stepping:  # what was written is true before it is taken over
-                now = p.detach().to(full.device)
-                full = keep_low_bits(now, full, self.param_dtype[p]).to(full.dtype)
+                now, dtype = p.detach().to(full.device), self.param_dtype[p]
+                full = keep_low_bits(now, full, dtype, half_up=self.cuts).to(full.dtype)
             state_dict[prefix + k] = self._out_of_vector(p, full, state_dict, prefix + k)
     for k, now in _castable_buffers(module):
         if prefix + k in state_dict:
@@ -654,10 +824,17 @@ def _show(self: MasterParams, module, state_dict, prefix):
 def _out_of_vector(self: MasterParams, p, full, state_dict, name):
     "`full` in a storage of its own, the same for all names of a tied parameter."
     shown = state_dict.get(self._shown_as.get(p))
-    if shown is not None and _place(shown) == _place(full):
+    if shown is not None and (_place(shown) == _place(full) or self._is_same(p, shown, full)):
         return shown
     self._shown_as[p] = name
     return full.clone() if loads_in_place() else as_own_storage(full)
+
+
+@patch
+def _is_same(self: MasterParams, p, shown, full):
+    "Whether both were put together of the same weight and remainder."
+    is_cut = self._remainders(p) is not None and shown.dtype == full.dtype
+    return is_cut and torch.equal(shown, full)
 
 
 def _place(t):

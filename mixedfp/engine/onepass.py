@@ -18,6 +18,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
+from .codec import PLAIN, Stored
 from .flat import Bucket, Chunk, alignment, is_per_element
 from .optim_access import ABSENT
 from .payback import Payback, seconds_saved
@@ -97,6 +98,10 @@ class _Plan(NamedTuple):
         places = {k: i + 2 for i, k in enumerate(self.inputs)}
         return {0: self.weights} | {places[k]: ref for k, ref in self.results.items()}
 
+    def stored(self, k, part):
+        "How a part of the state `k` lies in memory."
+        return Stored(PLAIN, (self.state[k][part],))
+
     def makes_vectors(self):
         "Whether it makes a state, as the first step of most optimizers does."
         return not set(self.results) <= set(self.inputs)
@@ -175,49 +180,55 @@ def _own(s, dtype):
 
 # %% ../../nbs/engine/12_onepass.ipynb #09baa84d
 @patch
-def _run_chunk(self: OnePass, s, plan, inputs, inv_scale, found):
-    targets = [s.master, *(plan.state[k][s.part] for k in plan.results)]
+def _run_chunk(self: OnePass, s, plan, grad, inv_scale, found):
+    stored = {k: plan.stored(k, s.part) for k in {**plan.results, **dict.fromkeys(plan.inputs)}}
+    weights, states = s.stored.load(), {k: lies.load() for k, lies in stored.items()}
+    targets = [weights, *(states[k] for k in plan.results)]
     refs = [plan.weights, *plan.results.values()]
     kept = [] if found is None else [t.clone() for t in targets]
-    inputs[1] = inputs[1].to(s.master.dtype)
+    grad = grad.to(weights.dtype)
     if inv_scale is not None:
-        inputs[1] = inputs[1] * inv_scale
-    env = plan.update.run(inputs)
+        grad = grad * inv_scale
+    env = plan.update.run([weights, grad, *(states[k] for k in plan.inputs)])
     for target, ref in zip(targets, refs, strict=True):
         if env[ref].data_ptr() != target.data_ptr():
             target.copy_(env[ref])
     if found is not None:
         for target, old in zip(targets, kept, strict=True):
             torch.where(found, old, target, out=target)
+    for lies, target in zip([s.stored, *(stored[k] for k in plan.results)], targets, strict=True):
+        lies.store(target)
     s.master_to_model()
 
 # %% ../../nbs/engine/12_onepass.ipynb #40bf73cb
 @patch
-def _compile(self: OnePass, u, plan, grad, out, inv_scale, found):
+def _compile(self: OnePass, u, plan, inputs, out, inv_scale, found):
     "The compiled form of an update, None where it is not worth it or does not work."
     if not self._is_compiled(u) or is_in_torch_dispatch_mode():  # someone's, who wants to see
         return None
-    weights, states = u.master.detach(), [plan.state[k] for k in plan.inputs]
-    if plan.makes_vectors() or any(v.dtype != weights.dtype for v in states):
+    dtype, (_, grad, *states) = u.master.dtype, inputs
+    if plan.makes_vectors() or any(lies.dtype != dtype for lies in states):
         return None  # a compiler leaves roundings out
     results, given = plan.by_position(), (out, inv_scale, found)
-    kinds = weights.dtype, weights.device.type, grad.dtype, *(x is not None for x in given)
-    key = plan.update.pattern, tuple(results.items()), kinds
+    kinds = dtype, u.master.device.type, grad.parts[0].dtype, *(x is not None for x in given)
+    codecs = tuple(lies.codec.name for lies in inputs)
+    key = plan.update.pattern, tuple(results.items()), kinds, codecs
     if key not in self.functions and len(self.functions) < 16:
-        self.functions[key] = _compiled(plan.update, results, given, [weights, grad, *states])
+        self.functions[key] = _compiled(plan.update, results, given, inputs, dtype)
     return self.functions.get(key)  # None: numbers move in ways that `graph` does not know
 
 
-def _compiled(update, results, given, vectors):
+def _compiled(update, results, given, inputs, dtype):
     "The update as a compiled function, None if that fails."
+    vectors = _parts(inputs)
     try:
         with _quiet_about_cuda():
             multiple_of = alignment(vectors[0].device)
-            graph = update.graph(results, *(x is not None for x in given), multiple_of)
+            graph = update.graph(results, *(x is not None for x in given), multiple_of, inputs)
             fn = torch.compile(graph, dynamic=True, fullgraph=True)
             # a failure shows on a few numbers, before anything is changed
             out, *few = (None if v is None else v[:64].clone() for v in (given[0], *vectors))
-            fn(out, *given[1:], _as_vector(update.numbers, vectors[0]), *few)
+            fn(out, *given[1:], _as_vector(update.numbers, vectors[0].to(dtype)), *few)
     except Exception as e:  # no compiler, or an operation that it does not know
         notice_once(
             "the optimizer's update is not compiled: it is done in chunks that fit the cache, "
@@ -225,6 +236,10 @@ def _compiled(update, results, given, vectors):
         )
         return None
     return fn
+
+
+def _parts(inputs):
+    return [part for lies in inputs for part in lies.parts]
 
 
 def _as_vector(numbers, like):
@@ -260,19 +275,20 @@ def _run(self: OnePass, u, plan, inv_scale, found):
         grad = u.grad[s.part] if has_taken else self.gathered.get(s)
         if grad is None:
             grad = s.take(self._lend)
-        states = [plan.state[k][s.part] for k in plan.inputs]
+        states = [plan.stored(k, s.part) for k in plan.inputs]
+        inputs = [s.stored, Stored(PLAIN, (grad,)), *states]
         out = s.out() if self._is_compiled(u) else None
         writes = out is not None
         if writes not in functions:
-            functions[writes] = self._compile(u, plan, grad, out, inv_scale, found)
+            functions[writes] = self._compile(u, plan, inputs, out, inv_scale, found)
         fn = functions[writes]
         self.paths[u.master] = "in chunks" if fn is None else "compiled"
         if fn is None:
-            self._run_chunk(s, plan, [s.master, grad, *states], inv_scale, found)
+            self._run_chunk(s, plan, grad, inv_scale, found)
             continue
         if numbers is None:
             numbers = _as_vector(plan.update.numbers, u.master)
-        fn(out, inv_scale, found, numbers, s.master, grad, *states)
+        fn(out, inv_scale, found, numbers, *_parts(inputs))
         if out is None:
             s.master_to_model()
         else:

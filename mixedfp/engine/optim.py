@@ -7,6 +7,7 @@ __all__ = ['OptimizerOnMasters', 'HeldMasters', 'single_use_params']
 
 # %% ../../nbs/engine/17_optim.ipynb #31a17635
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ class OptimizerOnMasters:
         if masters.flat:
             check_elementwise(opt, next(iter(masters.master)).device)
         core = core_of(opt)
+        if masters.cuts and "slow_weights" in vars(opt):
+            raise MixedPrecisionError(
+                f"{type(opt).__name__} keeps a second copy of all weights in 32 bits and moves "
+                "them outside of the optimizer's step: use store_param_remainders=False"
+            )
         for p, s in core.state.items():  # made when `opt` was, over 16-bit parameters
             if isinstance(s, dict):  # some keep numbers of their own beside the parameters'
                 core.state[p] = {k: to_float(v) for k, v in s.items()}
@@ -342,6 +348,7 @@ def step_as_seen(self: OptimizerOnMasters, *args: Any) -> Any:
     rest = self.lent.buckets
     if self.one_pass is not None:
         self.one_pass.undo_counts()
+    self.masters.fold()  # a load has put them together
     self.masters.is_stepping = True
     try:
         if large and self._pass_over(large):
@@ -350,7 +357,10 @@ def step_as_seen(self: OptimizerOnMasters, *args: Any) -> Any:
             self._count()
             return done
         self.grads.materialize()  # a hook has come since, or a closure
-        return None if self._has_overflowed() else self.opt.step(*args)
+        if self._has_overflowed():
+            return None
+        with self._whole():
+            return self.opt.step(*args)
     finally:
         self.grads.end_step()
         self._master_to_model(rest)
@@ -390,6 +400,11 @@ def _pass_over(self: OptimizerOnMasters, large):
     try:
         self.one_pass.step(groups, self._try_step, core.state, it.inv_scale, it.found_inf)
     except NotElementwise as e:
+        if self.masters.cuts:
+            raise MixedPrecisionError(
+                f"{type(core).__name__} cannot be stepped in one pass over memory, which is where "
+                f"remainders are put together: {e}. Use store_param_remainders=False"
+            ) from None
         notice_once(f"{type(core).__name__} is not stepped in one pass over memory: {e}")
         self.one_pass = None
         return False
@@ -454,9 +469,37 @@ def _master_to_model(self: OptimizerOnMasters, buckets):
     else:
         params, weights = copies(buckets)
     if params:
-        copy_each_(params, weights)
+        copy_each_(params, self._as_shown(params, weights))
+    self.masters.show_whole()
     self.masters.is_stepping = False
+    self.masters.note_written()
     self.watch.wrote()
+
+
+@patch
+def _as_shown(self: OptimizerOnMasters, params, weights):
+    "The weights as a model's parameters show them: where some are cut, all are rounded half up."
+    if not self.masters.cuts:
+        return weights
+    pairs = zip(params, weights, strict=True)
+    return [w if p.dtype == w.dtype else self.masters._rounded(w, p.dtype) for p, w in pairs]
+
+
+@patch
+@contextmanager
+def _whole(self: OptimizerOnMasters):
+    "In this block the optimizer has whole masters in 32 bits, as no pass is to step them."
+    if not self.masters.cuts:
+        yield
+        return
+    with self.masters.unfolded():
+        for u in self.lent.buckets:
+            u.follow()
+        yield
+    written = [u for u in self.lent.buckets if u.is_cut]
+    for u in written:
+        u.follow()
+    torch.autograd.graph.increment_version([p for u in written for p in u.params])
 
 # %% ../../nbs/engine/17_optim.ipynb #80deea5e
 @patch

@@ -9,6 +9,7 @@ __all__ = ['NotElementwise', 'op_name', 'leaves', 'Ref', 'Program']
 import functools
 import operator
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
+from .codec import PLAIN, Stored
 from .torch_private import assure, schema_of
 
 # %% ../../nbs/engine/09_program.ipynb #ffbce4b0
@@ -118,16 +120,24 @@ def graph(
     is_scaled: bool = False,  # the gradient is to be multiplied with `inv_scale`
     may_skip: bool = False,  # nothing changes where `found` is true
     multiple_of: int = 1,  # elements that the length of all vectors is a multiple of
-) -> fx.GraphModule:  # called with out, inv_scale, found, numbers and the inputs
+    stored: list[Stored] | None = None,  # how each input lies in memory; None: as it is
+) -> fx.GraphModule:  # called with out, inv_scale, found, numbers and the parts of the inputs
     "Write it as a function of whole vectors, to be compiled into a single pass over memory."
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
-    names = ["out", "inv_scale", "found", "numbers", *(f"x{i}" for i in range(self.n_inputs))]
+    codecs = [(PLAIN, 1)] * self.n_inputs
+    if stored is not None:
+        codecs = [(s.codec, len(s.parts)) for s in stored]
+    parts = [[f"x{i}_{j}" for j in range(n)] for i, (_, n) in enumerate(codecs)]
+    names = ["out", "inv_scale", "found", "numbers", *(name for part in parts for name in part)]
     proxies: list[Any] = [fx.Proxy(graph.placeholder(name), tracer) for name in names]
-    out, inv_scale, found, numbers, *inputs = proxies
+    out, inv_scale, found, numbers, *rest = proxies
     if multiple_of > 1:  # else no compiler could tell that it may read several elements at once
-        is_whole = inputs[0].shape[0] % multiple_of == 0
+        is_whole = rest[0].shape[0] % multiple_of == 0
         tracer.create_proxy("call_function", assure, (is_whole,), {})
+    left = iter(rest)
+    memory = [list(islice(left, n)) for _, n in codecs]
+    inputs = [codec.load(*part) for (codec, _), part in zip(codecs, memory, strict=True)]
     env = {Ref(i): x for i, x in enumerate(inputs)}
     grad = inputs[1].to(inputs[0].dtype)
     env[Ref(1)] = grad * inv_scale if is_scaled else grad
@@ -141,7 +151,8 @@ def graph(
     if may_skip:
         changed = {i: torch.where(found, inputs[i], new) for i, new in changed.items()}
     for i, new in changed.items():  # after all that is read: two passes over memory otherwise
-        inputs[i].copy_(new)
+        for part, value in zip(memory[i], codecs[i][0].store(new), strict=True):
+            part.copy_(value)
     if writes_out:
         out.copy_(inputs[0])
     graph.output(None)
