@@ -64,6 +64,8 @@ class MixedPrecision(Callback):
         layer_scales: Mapping[str, float] | str | None = None,  # on top, by layer; or 'auto'
         compiled: bool | None = None,  # flat: compile the update; None: once it pays back
         keep_fp32: type | str | Iterable[type | str] = (),  # stays in 32 bits: types, names, globs
+        # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
+        skip_nonfinite: bool | None = None,
     ):
         first = _first_scale(loss_scale, init_scale)
         is_scaling = check_flag("enabled", enabled) and dtype == torch.float16
@@ -71,7 +73,7 @@ class MixedPrecision(Callback):
         bounds: Any = dict(min_scale=min_scale, max_scale=max_scale, max_skips=max_skips)
         scaler = LossScaler(None, first, *rule, is_scaling, dynamic=dynamic, **bounds)
         self.mixed = MixedStep(  # all the logic
-            dtype, flat_master, scaler, native, layer_scales, compiled, keep_fp32
+            dtype, flat_master, scaler, native, layer_scales, compiled, keep_fp32, skip_nonfinite
         )
         self._last_loss, self._was_finite = None, True  # of the batch before, detached
 
@@ -321,7 +323,7 @@ def after_backward(self: MixedPrecision) -> None:
     "Show the true loss again, but where a single batch has overflowed the last one before it."
     if self.mixed.loss is not None:
         self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
-    if self.mixed.scaler.is_enabled() and not self._is_searching():
+    if self.mixed.may_skip() and not self._is_searching():
         self._pass_over_overflow()
 
 
@@ -422,13 +424,13 @@ def scales(self) -> list[float]:
 @patch_to(MixedPrecision, as_prop=True)
 def skipped(self) -> list[int]:
     "The numbers of the skipped steps, the first step being 0."
-    return self.mixed.scaler.skipped
+    return self.mixed.record.skipped
 
 
 @patch_to(MixedPrecision, as_prop=True)
 def n_skipped(self) -> int:
     "How many steps were skipped."
-    return self.mixed.scaler.n_skipped
+    return len(self.mixed.record.skipped)
 
 # %% ../nbs/10_callback.ipynb #50045f3e
 @patch
