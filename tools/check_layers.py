@@ -39,10 +39,10 @@ BELOW["master"] = NUMBERS | {"engine.masters"}  # shows it under its public name
 for i, room in enumerate(ENGINE):
     BELOW[room] = NUMBERS | IDEAS | set(ENGINE[:i])
 BELOW["step"] = NUMBERS | IDEAS | set(ENGINE)
-BELOW["optimizer"] = BELOW["step"] | {"step"}
+BELOW["optimizer"] = BELOW["overflow"] = BELOW["step"] | {"step"}
 BELOW["report"] = BELOW["optimizer"] | {"optimizer"}
 CORE = set(BELOW)
-UP_TO_STEP = NUMBERS | IDEAS | {"step", "optimizer", "report"}
+UP_TO_STEP = NUMBERS | IDEAS | {"step", "overflow", "optimizer", "report"}
 BELOW["callback"] = BELOW["skorch"] = UP_TO_STEP
 BELOW["checkpoint"] = UP_TO_STEP | {"callback"}
 BELOW["examples"] = UP_TO_STEP | {"callback", "skorch", "checkpoint"}
