@@ -6,12 +6,15 @@
 __all__ = ['Overflow', 'find_overflow', 'random_state']
 
 # %% ../nbs/11a_overflow.ipynb #0f1a0003
+import ast
 import contextlib
 import copy
 import linecache
 import math
+import os
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +32,7 @@ from .scaler import LossScaler
 from .step import MixedStep
 
 # %% ../nbs/11a_overflow.ipynb #0f1a0008
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Overflow:
     "Where the first inf or nan of a batch came from, and what helps: tried, not guessed."
 
@@ -56,7 +59,15 @@ class Overflow:
         "The largest finite number of the dtype."
         return torch.finfo(self.dtype or torch.float32).max
 
-    def __str__(self) -> str:
+    def settings(self) -> dict[str, Any]:
+        "What to train with: the first cure that keeps this dtype."
+        for cure in self.cures:
+            name, _, value = cure.partition("=")
+            if name in ("keep_fp32", "loss_scale"):
+                return {name: ast.literal_eval(value)}
+        return {}
+
+    def __repr__(self) -> str:
         """Say it in one paragraph."""
         at = f" of step {self.batch}" if self.batch is not None else ""
         on = f" on rank {self.rank}" if self.rank else ""
@@ -142,7 +153,7 @@ class _Trace:
         if any(map(_is_bad, floats)):
             self.blame("forward", call)
         elif self.negative is None and any(_is_bad(t, True) for t in floats):
-            self.negative = "forward", call
+            self.negative = "forward", call, len(self.room)
         top = _largest(floats)
         if top and self.first is None:
             self.room.append((name, math.log2(torch.finfo(floats[0].dtype).max / top)))
@@ -179,7 +190,8 @@ def _user_line():
         path = frame.f_code.co_filename
         if not any(path.startswith(folder) for folder in _NOT_THE_USERS):
             code = _source(path, frame.f_lineno)
-            return f"{Path(path).name}:{frame.f_lineno}" + (f": {code}" if code else "")
+            file = "cell" if "ipykernel" in path else Path(path).name
+            return f"{file}:{frame.f_lineno}" + (f": {code}" if code else "")
         frame = frame.f_back
     return ""
 
@@ -188,7 +200,9 @@ def _source(path, number):
     return linecache.getline(path, number).strip()
 
 
-_NOT_THE_USERS = [str(Path(m.__file__).parent) + "/" for m in (torch, sys.modules["mixedfp.step"])]
+_NOT_THE_USERS = [
+    f"{Path(str(m.__file__)).parent}{os.sep}" for m in (torch, sys.modules["mixedfp.step"])
+]
 _NOT_THE_USERS.append(contextlib.__file__)
 
 # %% ../nbs/11a_overflow.ipynb #0f1a000b
@@ -197,7 +211,8 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.is_on, self.found, self.negative, self.made_by = False, None, None, {}
+        self.is_on, self.found, self.negative = False, None, None
+        self.last = deque(maxlen=8)  # outputs and what made them: a rounding has a reason
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -209,9 +224,11 @@ class _Operations(TorchDispatchMode):
 
     def _look(self, name, inputs, out):
         ins = [t for t in _tensors(inputs) if t.is_floating_point()]
-        name = self.made_by.get(id(ins[0]), name) if name == "_to_copy" and ins else name
+        if ins and name in _ONLY_HANDED_ON:
+            name = next((made for t, made in reversed(self.last) if t is ins[0]), name)
         for t in _tensors(out):
-            self.made_by[id(t)] = name
+            if name not in _ONLY_HANDED_ON:
+                self.last.append((t, name))
             if _is_bad(t):
                 self.found = self._describe(name, inputs, ins, t.detach())
                 if not self.found["is_producer"] and "softmax" not in name:
@@ -232,6 +249,9 @@ class _Operations(TorchDispatchMode):
             largest_input=_largest(ins),
             cause=_cause(name, inputs, ins, t),
         )
+
+
+_ONLY_HANDED_ON = frozenset("_to_copy view _unsafe_view t transpose expand detach clone".split())
 
 
 def _cause(name, inputs, ins, out):
@@ -435,11 +455,12 @@ def find_overflow(
         return None
     phase, call = trace.first
     columns = list(_columns_out_of_range(x, dtype)) if phase == "forward" else []
-    seen = _look_inside(run, phase, call)
+    seen: dict[str, Any] = _look_inside(run, phase, call)
     benign = "softmax" in seen.get("operation", "")
     if phase in ("forward", "loss") and not seen.get("is_producer", True) and not benign:
         if trace.negative is not None:  # -inf was no mask
-            phase, call = trace.negative
+            phase, call, n = trace.negative
+            trace.room = trace.room[:n]
             seen = _look_inside(run, phase, call)
     phase = "forward" if phase == "constant" else phase
     if columns:
@@ -457,7 +478,7 @@ def find_overflow(
         cures=_cures(run, phase, call, trace, columns),
         batch=step,
         rank=rank,
-        **{"line": call.line} | {k: v for k, v in seen.items() if v not in ("", None)},
+        **({"line": call.line} | {k: v for k, v in seen.items() if v != ""}),
     )
 
 

@@ -395,9 +395,10 @@ def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip
 @patch
 def _is_finite(self: MixedStep):
     "Look at unscaled gradients. Sync: none where the step's pass can skip, else one number."
-    on_device = self.opt.takes_verdict()
-    if not on_device and self.opt.is_on_device() and self.skip_nonfinite is None:
-        return True  # nobody waits
+    on_device = self.opt.takes_verdict() and self.on_device is not False
+    may_wait = self.skip_nonfinite is True or self.on_device is False
+    if not (on_device or may_wait) and self.opt.is_on_device():
+        return True
     found = self.opt.find_nonfinite()
     self.skips.add(found)
     if on_device:

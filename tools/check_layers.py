@@ -3,7 +3,7 @@
     1 numbers   formats ‖ testing ‖ nested ‖ sharded   16 bits; tests; maps and checks; ranks
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise   each readable alone
     3 engine    mixedfp.engine, in the order of ENGINE   how it is made exact and fast
-    4 the step  step                             the way of one batch, in order
+    4 the step  step, overflow                   the way of one batch; where its inf came from
     5 trainers  optimizer, callback ‖ skorch, checkpoint   loops, fastai, skorch
     6 tools     report, command, examples, compare, all    data, the command, what users import
 
