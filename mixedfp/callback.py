@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fastai.callback.core import Callback, CancelFitException, CancelStepException
@@ -27,7 +27,9 @@ from fastcore.meta import delegates
 
 from .engine.torch_private import at_end_of_backward, forward_hooks, remove_hooks
 from .formats import MixedPrecisionError
-from .nested import check_flag, check_positive, check_steps
+from .nested import check_flag, check_positive, check_steps, notice_once
+from .overflow import Overflow, random_state
+from .overflow import find_overflow as find_in_batch
 from .report import PrecisionReport
 from .report import precision_report as report_of
 from .scaler import LossScaler
@@ -65,6 +67,9 @@ class MixedPrecision(Callback):
         compiled: bool | None = None,  # flat: compile the update; None: once it pays back
         keep_fp32: type | str | Iterable[type | str] = (),  # stays in 32 bits: types, names, globs
         store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
+        # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
+        skip_nonfinite: bool | None = None,
+        heal: bool | int = False,  # do what helps after so many skips in a row; True: after 5
     ):
         first = _first_scale(loss_scale, init_scale)
         is_scaling = check_flag("enabled", enabled) and dtype == torch.float16
@@ -80,8 +85,16 @@ class MixedPrecision(Callback):
             compiled,
             keep_fp32,
             store_param_remainders,
+            skip_nonfinite,
         )
         self._last_loss, self._was_finite = None, True  # of the batch before, detached
+        # how many skips in a row are waited for; how many there are; what was done about them
+        self.heal_after = 5 if heal is True else check_steps("heal", heal) if heal else 0
+        self._n_skips, self.healed = 0, []
+        if self.heal_after:  # who is to act on a verdict reads it
+            self.mixed.on_device = False
+        # the last batch that was skipped; from the first skip on, the random state of this batch
+        self._suspect, self._random_state = None, None
 
     @property
     def learn(self) -> Learner:  # None outside of one, but nobody calls it there
@@ -266,6 +279,8 @@ def before_batch(self: MixedPrecision) -> None:
         self._hold()
     if self.training:
         self.mixed.opt.expect_steps(self._n_left())
+    if self._suspect is not None and self.training:
+        self._random_state = random_state(next(self.model.parameters()).device)
     self.learn.xb = self.mixed.cast(self.xb, self.training)
 
 
@@ -329,7 +344,7 @@ def after_backward(self: MixedPrecision) -> None:
     "Show the true loss again, but where a single batch has overflowed the last one before it."
     if self.mixed.loss is not None:
         self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
-    if self.mixed.scaler.is_enabled() and not self._is_searching():
+    if self.mixed.may_skip() and not self._is_searching():
         self._pass_over_overflow()
 
 
@@ -351,8 +366,12 @@ def _is_searching(self: MixedPrecision):
 def before_step(self: MixedPrecision) -> None:
     "Take the gradients to the masters, unscale and check them."
     if not self.mixed.unscale():
+        self._n_skips += 1
+        # a scale's record counts a step when that has ended, the other one when it was looked at
+        self._suspect = self._this_batch(0 if self.mixed.scaler.is_enabled() else 1)
         self.mixed.skip()
         raise CancelStepException
+    self._n_skips = 0
 
 
 @patch
@@ -360,10 +379,11 @@ def after_step(self: MixedPrecision) -> None:
     "Let the loss scale follow."
     try:
         self.mixed.update()
-    except MixedPrecisionError:
+    except MixedPrecisionError as e:
         if self._is_searching():
             raise CancelFitException from None  # no scale cures such a rate: it is the answer
-        raise
+        self._suspect = self._this_batch(1)
+        raise MixedPrecisionError(f"{e}\n{self._say_overflow()}") from None
 
 
 @patch
@@ -371,6 +391,9 @@ def after_batch(self: MixedPrecision) -> None:
     "End a search for a learning rate at the first loss that is not finite; fastai's goes on."
     if self.training and self._is_searching() and not self.loss.isfinite().all():
         raise CancelFitException
+    if self.heal_after and self._n_skips >= self.heal_after and not self._is_searching():
+        self._n_skips = 0
+        self._heal()
 
 
 @patch
@@ -385,7 +408,99 @@ def after_fit(self: MixedPrecision) -> None:
     if self.mixed.is_attached:
         self.mixed.masters.expect_grads()
 
+# %% ../nbs/10_callback.ipynb #8d4ed29e
+class _Suspect(NamedTuple):
+    "A batch whose step was skipped."
+
+    batch: tuple
+    loss_func: Any
+    scale: Any  # (), that its loss was multiplied with
+    rng: Any  # before it, None if that is not known
+    step: int | None
+
+
+@patch
+def _this_batch(self: MixedPrecision, is_counted):
+    step = self.mixed.record.n_steps - is_counted
+    batch = self.xb, self.yb
+    return _Suspect(batch, self.loss_func, self.mixed.scaler.used_scale, self._random_state, step)
+
+
+@patch
+def find_overflow(
+    self: MixedPrecision,
+    batch: tuple | None = None,  # (x, y); default: the last one whose step was skipped
+) -> Overflow | None:  # None: computed again, that batch is finite
+    """Find where the inf or nan of a batch came from, and what helps. Nothing is changed.
+
+    Raises: MixedPrecisionError where no step was skipped and no batch is given.
+    """
+    it = self._suspect
+    if batch is not None:
+        it = _Suspect(batch, self.learn.loss_func, self.loss_scale, None, None)
+    elif it is None:
+        raise MixedPrecisionError("no step was skipped so far: give a batch, (x, y)")
+    settings: Any = dict(keep_fp32=self.mixed.keep_fp32, native=self.mixed.native)
+    settings |= dict(dtype=self.mixed.dtype, scale=float(it.scale), rng=it.rng, step=it.step)
+    return find_in_batch(self.mixed.masters.model, it.batch, it.loss_func, **settings)
+
+
+@patch
+def _say_overflow(self: MixedPrecision):
+    try:
+        found = self.find_overflow()
+    except Exception as e:  # a model that cannot be copied, a loss that counts its calls
+        return f"The search for the first one has failed: {type(e).__name__}: {e}"
+    return str(found) if found is not None else _NOT_AGAIN
+
+
+_NOT_AGAIN = (
+    "Not reproduced: computed again, the last batch is finite. Another one of those that were "
+    "accumulated, or other random numbers, may not have been"
+)
+
+# %% ../nbs/10_callback.ipynb #8216df40
+@patch
+def _heal(self: MixedPrecision):
+    "Do what was found to work; not where each of several processes may find something else."
+    if self.mixed.ddp is not None:
+        return notice_once("heal: nothing is done with several processes, see find_overflow()")
+    try:
+        found = self.find_overflow()
+    except Exception as e:
+        return notice_once(f"heal: the search has failed, {type(e).__name__}: {e}")
+    what = {} if found is None else found.settings()
+    if "keep_fp32" in what:
+        self.keep_more(what["keep_fp32"])
+    elif "loss_scale" in what and not self.mixed.scaler.dynamic:
+        self.mixed.scaler.update(what["loss_scale"])
+    else:
+        return notice_once(f"heal: nothing was found that helps. {found or _NOT_AGAIN}")
+    said = ", ".join(f"{k}={v!r}" for k, v in what.items())
+    self.healed.append((self.mixed.record.n_steps, said))
+    why = found.cause if found is not None else ""
+    return notice_once(f"heal: from step {self.mixed.record.n_steps} on {said}: {why}")
+
+
+@patch
+def keep_more(
+    self: MixedPrecision,
+    keep_fp32: Iterable[str],  # names; what stays already stays
+) -> None:
+    "Between two steps: have modules in 32 bits from now on. No bit of weights or states changes."
+    had = self.mixed.keep_fp32
+    had = (had,) if isinstance(had, str | type) else tuple(had)
+    self._detach()
+    self.mixed.keep_fp32 = (*had, *(name for name in keep_fp32 if name not in had))
+    self._attach()
+
 # %% ../nbs/10_callback.ipynb #18a207da
+@patch
+def __getstate__(self: MixedPrecision) -> dict:
+    """Be copied and pickled without a batch."""
+    return vars(self) | dict(_suspect=None, _random_state=None)
+
+
 @patch
 def __repr__(self: MixedPrecision) -> str:
     """Show what matters."""
@@ -432,13 +547,13 @@ def scales(self) -> list[float]:
 @patch_to(MixedPrecision, as_prop=True)
 def skipped(self) -> list[int]:
     "The numbers of the skipped steps, the first step being 0."
-    return self.mixed.scaler.skipped
+    return self.mixed.record.skipped
 
 
 @patch_to(MixedPrecision, as_prop=True)
 def n_skipped(self) -> int:
     "How many steps were skipped."
-    return self.mixed.scaler.n_skipped
+    return len(self.mixed.record.skipped)
 
 # %% ../nbs/10_callback.ipynb #50045f3e
 @patch
@@ -520,6 +635,15 @@ def to_bf16(
 def to_fp32(self: Learner) -> Learner:  # itself
     "Put the model back into float32: its weights are the masters, bit for bit."
     return self.remove_cbs([MixedPrecision, *_OTHERS])
+
+
+@patch_to(Learner, nm="find_overflow")
+def _find_overflow_of(
+    self: Learner,
+    batch: tuple | None = None,  # (x, y); default: the last one whose step was skipped
+) -> Overflow | None:  # None: computed again, that batch is finite
+    "Find where the inf or nan of a batch came from, and what helps; see `MixedPrecision`."
+    return self.mp_cb.find_overflow(batch)
 
 # %% ../nbs/10_callback.ipynb #334c02d4
 @contextmanager

@@ -426,7 +426,15 @@ def _progress(self: Checkpoint):
         "callbacks": [
             (cb.name, {k: vars(cb)[k] for k in counts if k in vars(cb)}) for cb in self._counting()
         ],
+        "keep_fp32": self._healed(),
     }
+
+
+@patch
+def _healed(self: Checkpoint):
+    "What stays in 32 bits since `heal` has done something."
+    cb = vars(self.learn).get("mp_cb")
+    return list(cb.mixed.keep_fp32) if cb is not None and cb.healed else []
 
 
 def _brief(grad):
@@ -523,5 +531,8 @@ def resume(
     except Exception:
         learn.opt, learn.lr = before
         raise
-    self.n_done = state["opt"][_KEY]["n_done"]
+    saved = state["opt"][_KEY]
+    if saved.get("keep_fp32") and vars(learn).get("mp_cb") is not None:
+        learn.mp_cb.keep_more(saved["keep_fp32"])
+    self.n_done = saved["n_done"]
     return self.n_done

@@ -29,7 +29,7 @@ from mixedfp.engine.forward import (  # noqa: F401
     install_forward,
     remove_forward,
 )
-from .engine.gradients import Iteration
+from .engine.gradients import Iteration, Stage
 from .engine.masters import MasterParams
 from .engine.optim import OptimizerOnMasters
 from .engine.optim_access import core_of, param_lists
@@ -45,7 +45,7 @@ from .engine.torch_private import uncompiled
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import cast_floats, check_dtype, check_flag, check_positive, notice_once
-from .scaler import LossScaler
+from .scaler import LossScaler, ScaleRecord, SkipCount
 
 # %% ../nbs/06_step.ipynb #543173de
 _all_ = ["check_elementwise", "install_forward", "is_elementwise", "remove_forward"]
@@ -84,6 +84,8 @@ class MixedStep:
         compiled: bool | None = None,  # flat: how large vectors are stepped, see `OnePass`
         keep_fp32: Any = (),  # what else stays in 32 bits, as in `model2half`
         store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
+        # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
+        skip_nonfinite: bool | None = None,
     ):
         self.dtype = check_dtype(dtype)
         self.flat_master = check_flag("flat_master", flat_master)
@@ -101,6 +103,8 @@ class MixedStep:
         self._inputs, self._check_inputs = None, True
         self._has_warned = False
         self.compiled = check_flag("compiled", compiled, or_none=True)
+        self.skip_nonfinite = check_flag("skip_nonfinite", skip_nonfinite, or_none=True)
+        self.skips = SkipCount(self.scaler.max_skips)  # of a model in bfloat16
         # Flat: nobody looks at gradients between `scale` and the end of `step`, so large vectors'
         # stay in 16 bits where they are, until the step's one pass takes and unscales them.
         self.exclusive = False
@@ -110,6 +114,11 @@ class MixedStep:
     def is_attached(self) -> bool:
         "Whether there is a model, and masters of it."
         return self._attached is not None
+
+    @property
+    def record(self) -> ScaleRecord:
+        "Steps and skips so far. Sync: one number, where only the device knows of some."
+        return self.skips.record if self._looks_unscaled() else self.scaler.record
 
     @property
     def has_opt(self) -> bool:
@@ -300,7 +309,7 @@ def cast(
     training: bool = False,  # whether a step may follow
 ) -> Any:  # the same: the model's forward pass casts them
     "Look at a batch's inputs, and note what a skipped step has to take back."
-    if training and self.scaler.is_enabled():
+    if training and self.may_skip():
         self.buffers.save()
     if training and self.layers is not None and not self.layers.is_scaling:
         self.layers.begin()
@@ -310,6 +319,21 @@ def cast(
     if self._check_inputs:
         self._check_range()
     return inputs
+
+
+@patch
+def may_skip(self: MixedStep) -> bool:
+    "Whether steps with inf or nan are skipped."
+    return self.scaler.is_enabled() or self._looks_unscaled()
+
+
+@patch
+def _looks_unscaled(self: MixedStep):
+    "Whether gradients without a scale are looked at."
+    if self.dtype != torch.bfloat16 or self.scaler.is_enabled() or self.skip_nonfinite is False:
+        return False
+    on_cpu = self.is_attached and next(iter(self.masters.master)).device.type == "cpu"
+    return on_cpu or self.flat_master or self.skip_nonfinite is True
 
 
 @patch
@@ -359,6 +383,8 @@ def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip
     self.opt.finish_backward()
     if self.layers is not None and self.layers.is_scaling:
         self.layers.unscale()
+    if self._looks_unscaled():
+        return self._is_finite()
     if not self._has_scaled():
         return True  # or somebody called backward on a loss of their own
     self.scaler.unscale_(self.opt.held)
@@ -367,6 +393,20 @@ def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip
     inv_scale = self.scaler.inverse_scale(self.opt.held) if self.opt.iteration.deferred else None
     self.opt.grads.are_unscaled(inv_scale, found)
     return on_device or not self.scaler.found_nonfinite(self.opt.held)
+
+
+@patch
+def _is_finite(self: MixedStep):
+    "Look at unscaled gradients. Sync: none where the step's pass can skip, else one number."
+    on_device = self.opt.takes_verdict() and self.on_device is not False
+    may_wait = self.skip_nonfinite is True or self.on_device is False
+    if not (on_device or may_wait) and self.opt.is_on_device():
+        return True
+    found = self.opt.find_nonfinite()
+    self.skips.add(found)
+    if on_device:
+        self.opt.grads.leave_verdict(found)
+    return on_device or not found
 
 
 @patch
@@ -408,9 +448,15 @@ def skip(self: MixedStep) -> None:
 
 
 @patch
+def _has_backward(self: MixedStep):
+    "Whether a backward pass has begun since the last step."
+    return self._has_scaled() or self.opt.iteration.stage is Stage.ACCUMULATING
+
+
+@patch
 def cancel(self: MixedStep) -> None:
     "Accept a batch that ends before its backward pass: what it wrote into buffers stays."
-    if not (self.has_opt and self._has_scaled()):
+    if not (self.has_opt and self._has_backward()):
         self.buffers.discard()
         if self.layers is not None:
             self.layers.remove()
@@ -424,10 +470,10 @@ def update(self: MixedStep) -> None:
     if self.layers is not None and not self.layers.is_scaling:
         self.layers.update()
     self.loss = self._inputs = None
-    if not self.scaler.is_checked(self.opt.held):
-        return
     try:
-        self.scaler.update()
+        self.skips.check(self.opt.held)
+        if self.scaler.is_checked(self.opt.held):
+            self.scaler.update()
     except MixedPrecisionError:
         self.opt.zero_grad(set_to_none=True)  # the next fit starts clean
         raise

@@ -364,6 +364,17 @@ def reattach(masters):
     masters.come_back()
 
 
+# Where an inf came from
+
+
+def searches(monkeypatch):
+    """Note in the list that is returned when a callback looks for an overflow, or prepares to."""
+    calls, home = [], sys.modules["mixedfp.callback"]
+    for name in ("find_in_batch", "random_state"):
+        monkeypatch.setattr(home, name, lambda *args, name=name, **kwargs: calls.append(name))
+    return calls
+
+
 # What is cast, where, and what is said about it
 
 

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import shutil
+from collections import Counter
 from functools import partial
 from itertools import product
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler, swa_utils
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mixedfp.formats import MixedPrecisionError
@@ -2024,6 +2026,76 @@ def test_a_disabled_scaler_shows_gradients_in_32_bits_as_well():
     before = model.state_dict()["weight"].clone()
     opt.step()
     torch.testing.assert_close((model.state_dict()["weight"] - before).norm(), torch.tensor(0.1))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_bfloat16_skips_a_step_with_inf_or_nan(flat, bad):
+    """Every bit stays, statistics and counts of the optimizer included; with a schedule."""
+    model = norm_net()
+    model, opt = with_masters(model, optim.AdamW(model.parameters()), dtype=BF16, flat_master=flat)
+    schedule = lr_scheduler.ExponentialLR(opt, 0.9)
+    for i in range(6):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i))
+        before = copy.deepcopy((dict(model.state_dict()), opt.state_dict()["state"]))
+        for part in x.chunk(2):  # the second one of the accumulated batches is bad
+            if i == 3:
+                x[7] = bad
+            model(part).square().mean().backward()
+        opt.step()
+        after = dict(model.state_dict()), opt.state_dict()["state"]
+        if i == 3:
+            assert_same(after, before)
+        else:
+            with pytest.raises(AssertionError):
+                assert_same(after, before)
+        opt.zero_grad()
+        schedule.step()
+    assert opt.skipped == [3] and opt.n_skipped == 1
+    assert copy.deepcopy(opt).skipped == [3]
+
+
+def test_bfloat16_ends_a_hopeless_run():
+    model = norm_net()
+    model, opt = with_masters(model, optim.SGD(model.parameters(), 1.0), dtype=BF16)
+    with pytest.raises(MixedPrecisionError, match="30 steps in a row were skipped.*0.weight"):
+        for _ in range(31):
+            opt.zero_grad()
+            (model(torch.randn(8, 4)).sum() * float("nan")).backward()
+            opt.step()
+    assert opt.n_skipped == 30 and model[0].weight.isfinite().all()
+
+
+class Counts(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_the_look_at_bfloat16_is_a_norm_and_none_in_float32(flat):
+    """One read of each gradient, and no second one while all are finite."""
+    counts = {}
+    for dtype, skip in product((BF16, FULL), (False, None)):
+        model = norm_net()
+        opt = optim.SGD(model.parameters(), lr=0.5)
+        model, opt = with_masters(model, opt, dtype=dtype, flat_master=flat, skip_nonfinite=skip)
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.ones(8, 4)).sum().backward()
+            with Counts() as mode:
+                opt.step()
+        counts[dtype, skip] = mode.names
+    assert counts[FULL, None] == counts[FULL, False]
+    more = counts[BF16, None] - counts[BF16, False]
+    assert more["_foreach_norm"] >= 1 and "isfinite" not in more
+    assert more.total() < 30
 
 
 class Slotted(optim.SGD):

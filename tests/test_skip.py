@@ -1,5 +1,6 @@
 """A skipped step is no step: after an overflow every bit is what it was before the batch."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,13 +206,49 @@ def test_clipping_does_not_spread_a_nan():
     watch.assert_skipped()
 
 
-def test_bfloat16_and_float32_are_not_checked():
-    """They have no scale, so a nan is a nan, as in plain fastai."""
-    for dtype in (torch.bfloat16, torch.float32):
-        learn = make_learner().to_fp16(dtype=dtype)
-        learn.fit(1, 0.01, cbs=fault_cb("nan"))
-        assert learn.mp_cb.n_skipped == 0
-        assert learn.model[10].bias.isnan().any()
+# Nothing is scaled
+
+
+@FLAT
+@pytest.mark.parametrize("fault", FAULTS)
+def test_bfloat16_skips_as_well(fault, flat):
+    learn = make_learner("adam", splitter=three_groups).to_bf16(flat_master=flat)
+    watch = Watch()
+    learn.fit(1, 0.01, wd=0.5, cbs=[watch, fault_cb(fault)])
+    watch.assert_skipped(factor=1)
+    assert learn.mp_cb.skipped == [2] and learn.mp_cb.n_skipped == 1
+    assert np.isfinite(learn.recorder.losses).all()
+
+
+@FLAT
+@pytest.mark.parametrize("micro", [0, 1, 2])
+def test_bfloat16_takes_back_all_of_the_accumulated_batches(micro, flat):
+    learn = make_learner("adam").to_bf16(flat_master=flat)
+    learn.dls.train = learn.dls.train.new(dataset=list(zip(*pictures(72), strict=True)))
+    before, after = Watch(at=3), Watch(at=5)
+    faults = fault_cb("forward", 3 + micro)
+    learn.fit(1, 0.01, cbs=[before, after, faults, GradientAccumulation(24)])
+    before.after = after.after
+    before.assert_skipped(factor=1)
+    assert learn.mp_cb.skipped == [1]
+
+
+def test_bfloat16_ends_a_hopeless_run():
+    learn = make_learner().to_bf16(max_skips=3)
+    before = bits(learn)
+    with pytest.raises(MixedPrecisionError, match="3 steps in a row were skipped.*4.weight"):
+        learn.fit(2, 0.01, cbs=Do("after_backward", put(float("inf"))))
+    assert_same(weights(learn), weights(make_learner()))
+    assert_same(bits(learn)["masters"], before["masters"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_float32_is_not_checked_nor_bfloat16_that_is_switched_off(dtype):
+    """A nan is a nan then, as in plain fastai."""
+    learn = make_learner().to_fp16(dtype=dtype, skip_nonfinite=False)
+    learn.fit(1, 0.01, cbs=fault_cb("nan"))
+    assert learn.mp_cb.n_skipped == 0
+    assert learn.model[10].bias.isnan().any()
 
 
 # What else a forward pass writes

@@ -138,6 +138,21 @@ def ends(net):
     return weights(net), net.optimizer_.state_dict(), net.grad_scaler_.state_dict()
 
 
+# 0. a bad batch in bfloat16
+
+
+def test_a_step_with_nan_in_bfloat16_is_skipped(caplog):
+    """Where there are masters; said once, counted, and switched off by a parameter."""
+    X, y = table()
+    X[OVERFLOWING * BS] = np.nan
+    net = make("master_bf16").fit(X, y)
+    assert net.optimizer_.skipped == [2, 6] and "a step was skipped" in caplog.text
+    assert all(w.isfinite().all() for w in weights(net).values())
+    net.set_params(skip_nonfinite=False).partial_fit(X, y)
+    assert net.optimizer_.n_skipped == 0
+    assert any(w.isnan().any() for w in weights(net).values())
+
+
 # 1. arguments
 
 

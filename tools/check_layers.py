@@ -3,7 +3,7 @@
     1 numbers   formats ‖ testing ‖ nested ‖ sharded   16 bits; tests; maps and checks; ranks
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise   each readable alone
     3 engine    mixedfp.engine, in the order of ENGINE   how it is made exact and fast
-    4 the step  step                             the way of one batch, in order
+    4 the step  step, overflow                   the way of one batch; where its inf came from
     5 trainers  optimizer, callback ‖ skorch, checkpoint   loops, fastai, skorch
     6 tools     report, command, examples, compare, all    data, the command, what users import
 
@@ -40,10 +40,10 @@ BELOW["master"] = NUMBERS | {"engine.masters"}  # shows it under its public name
 for i, room in enumerate(ENGINE):
     BELOW[room] = NUMBERS | IDEAS | set(ENGINE[:i])
 BELOW["step"] = NUMBERS | IDEAS | set(ENGINE)
-BELOW["optimizer"] = BELOW["step"] | {"step"}
+BELOW["optimizer"] = BELOW["overflow"] = BELOW["step"] | {"step"}
 BELOW["report"] = BELOW["optimizer"] | {"optimizer"}
 CORE = set(BELOW)
-UP_TO_STEP = NUMBERS | IDEAS | {"step", "optimizer", "report"}
+UP_TO_STEP = NUMBERS | IDEAS | {"step", "overflow", "optimizer", "report"}
 BELOW["callback"] = BELOW["skorch"] = UP_TO_STEP
 BELOW["checkpoint"] = UP_TO_STEP | {"callback"}
 BELOW["examples"] = UP_TO_STEP | {"callback", "skorch", "checkpoint"}

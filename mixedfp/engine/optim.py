@@ -39,7 +39,7 @@ from .torch_private import copy_each_, count_as_stepped, is_of_schedule, step_ho
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import map_tensors, notice_once
-from ..scaler import LossScaler, is_finite
+from ..scaler import LossScaler, any_nonfinite, is_finite
 
 # %% ../../nbs/engine/17_optim.ipynb #9dee6e40
 class OptimizerOnMasters:
@@ -384,6 +384,21 @@ def takes_verdict(self: OptimizerOnMasters) -> bool:
     large = self._large() if self._may_pass() else []
     on_device = all(u.master.device.type != "cpu" for u in large)
     return bool(large) and on_device and self._are_all(large)
+
+
+@patch
+def is_on_device(self: OptimizerOnMasters) -> bool:
+    "Whether to read a number of the gradients is to wait for an accelerator."
+    return max(self.lent.devices, default=-1) >= 0
+
+
+@patch
+def find_nonfinite(self: OptimizerOnMasters) -> Tensor:  # (), above 0 if so
+    "Whether a gradient of what is lent holds inf or nan. Sync: none."
+    deferred = self.iteration.deferred
+    others = _without(self.lent.buckets, [d.bucket for d in deferred])
+    grads = [u.master.grad for u in others] + [g for d in deferred for g in d.grads]
+    return any_nonfinite([g for g in grads if g is not None])
 
 
 @patch

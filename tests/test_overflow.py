@@ -1,0 +1,259 @@
+"""`find_overflow`: planted faults are named, with a cure that works; a healthy model has none."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mixedfp.optimizer import with_masters
+from mixedfp.overflow import find_overflow
+from mixedfp.step import MixedStep
+from mixedfp.testing import assert_same
+
+torch.set_num_threads(1)
+
+
+class Backward(torch.autograd.Function):
+    """Nothing forward; the gradient times a number."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class Fault(nn.Module):
+    """Where something goes wrong, after a layer that does not."""
+
+    def __init__(self, kind=None):
+        super().__init__()
+        self.kind, self.inner = kind, nn.Identity()
+
+    def forward(self, x):
+        x = self.inner(x)
+        match self.kind:
+            case "value":  # the square is beyond float16, its root is not
+                return ((x * 0 + 300).square() / 300) * 0 + x
+            case "constant":
+                return x + torch.full((), 1e6, dtype=x.dtype) * 0
+            case "zero":
+                return x + (x * 0) / (x * 0)
+            case "inf - inf":
+                huge = x * 0 + 60000
+                return x + ((huge + huge) - (huge + huge))
+            case "backward":
+                return Backward.apply(x, 1e9)
+        return x
+
+
+SLOTS = ["first", "middle", "last"]
+
+
+class Conv(nn.Module):
+    """A residual net with a norm that keeps statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+        self.head = nn.Linear(4, 2)
+        self.first, self.middle, self.last = Fault(), Fault(), Fault()
+
+    def forward(self, x):
+        x = self.first(self.norm(self.a(x.view(-1, 1, 4, 4))))
+        x = x + self.middle(self.b(x))
+        return self.last(self.head(x.mean((2, 3))))
+
+
+class Transformer(nn.Module):
+    """A layer that is used twice, dropout, a dict that goes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True)
+        self.first, self.middle, self.last = Fault(), Fault(), Fault()
+
+    def forward(self, x):
+        x = self.first(self.embed(x.view(-1, 4, 4)))
+        x = self.layer(self.middle(self.layer(x)))
+        return {"logits": self.last(self.head(x.mean(1)))}
+
+
+class Recurrent(nn.Module):
+    """An LSTM between."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm = nn.Linear(4, 8), nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 2)
+        self.first, self.middle, self.last = Fault(), Fault(), Fault()
+
+    def forward(self, x):
+        x, _ = self.lstm(self.first(self.embed(x.view(-1, 4, 4))))
+        return self.last(self.head(self.middle(x)[:, -1]))
+
+
+class Tabular(nn.Module):
+    """Columns through two layers, one of which is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(16, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.first, self.middle, self.last = Fault(), Fault(), Fault()
+
+    def forward(self, x):
+        x = self.first(self.a(x)).relu()
+        return self.last(self.head(self.b(self.middle(self.b(x)).relu())))
+
+
+MODELS = pytest.mark.parametrize("kind", [Conv, Transformer, Recurrent, Tabular])
+
+
+def loss_func(pred, y):
+    """Return the cross entropy, of a dict as well."""
+    return F.cross_entropy(pred["logits"] if isinstance(pred, dict) else pred, y)
+
+
+def new(kind, slot=None, fault=None):
+    torch.manual_seed(0)
+    model = kind()
+    if slot is not None:
+        setattr(model, slot, Fault(fault))
+    return model
+
+
+def batch():
+    rng = torch.Generator().manual_seed(1)
+    return torch.randn(8, 16, generator=rng), torch.randint(0, 2, (8,), generator=rng)
+
+
+def is_cured(model, cure):
+    """Train a step with what `cure` says: whether all gradients are finite."""
+    settings = dict(loss_scale=1.0)
+    exec(cure.replace("; ", "\n"), {"torch": torch}, settings)
+    x, y = batch()
+    mixed = MixedStep(settings.get("dtype", torch.float16), keep_fp32=settings.get("keep_fp32", ()))
+    mixed.attach(model)
+    loss = loss_func(model(x), y) * settings["loss_scale"]
+    loss.backward()
+    return all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@MODELS
+def test_a_healthy_model_has_none(kind):
+    assert find_overflow(new(kind), batch(), loss_func, scale=512.0) is None
+
+
+@pytest.mark.parametrize("fault", ["value", "constant", "zero", "inf - inf", "backward"])
+@pytest.mark.parametrize("slot", SLOTS)
+@MODELS
+def test_a_planted_fault_is_named_with_a_cure_that_works(kind, slot, fault):
+    model = new(kind, slot, fault)
+    scale = 2.0 if fault == "backward" else 1.0
+    found = find_overflow(model, batch(), loss_func, scale=scale)
+    assert (found.module, found.kind) == (slot, "Fault"), found
+    assert found.phase == ("backward" if fault == "backward" else "forward")
+    assert "test_overflow.py" in found.line and found.dtype == torch.float16
+    assert found.n_inf + found.n_nan > 0 and found.place is not None
+    if fault == "zero":
+        assert found.cause == "0 / 0; in float32 as well: no precision helps" and not found.cures
+    else:
+        assert "beyond the range" in found.cause
+        assert found.cures and all(is_cured(copy.deepcopy(model), cure) for cure in found.cures)
+    assert slot in str(found)
+
+
+def test_a_scale_that_is_too_large():
+    model = new(Tabular)
+    found = find_overflow(model, batch(), loss_func, scale=2.0**24)
+    assert found.phase == "backward" and "only the scaled gradient" in found.cause
+    assert found.cures[0].startswith("loss_scale=") and is_cured(model, found.cures[0])
+
+
+def test_an_input_column():
+    x, y = batch()
+    x[:, 5] *= 1e6
+    found = find_overflow(new(Tabular), (x, y), loss_func)
+    assert found.phase == "input" and "columns 5" in found.cause
+    assert found.cures[0].startswith("x[:, 5] /= ")
+    exec(found.cures[0], {"x": x})
+    assert find_overflow(new(Tabular), (x, y), loss_func) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_batch_that_is_bad_already(value):
+    x, y = batch()
+    x[3, 2] = value
+    found = find_overflow(new(Tabular), (x, y), loss_func)
+    assert found.phase == "input" and "the batch is" in found.cause and not found.cures
+
+
+def test_a_row_in_which_all_is_masked_and_one_in_which_not():
+    class Attention(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.n, self.scores, self.head = n, nn.Linear(16, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            mask = torch.arange(4) < self.n
+            return self.head(self.scores(x).masked_fill(mask, float("-inf")).softmax(-1))
+
+    assert find_overflow(Attention(3), batch(), loss_func) is None
+    found = find_overflow(Attention(4), batch(), loss_func)
+    assert "softmax" in found.operation and "masked" in found.cause
+
+
+def test_the_loss():
+    found = find_overflow(new(Tabular), batch(), lambda pred, y: (pred - pred).sum() / 0 * y.sum())
+    assert found.phase == "loss" and found.cause.startswith(("0 / 0", "inf or nan"))
+
+
+def everything(model, opt):
+    hooks = [[len(m._forward_hooks), len(m._forward_pre_hooks)] for m in model.modules()]
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    weights = [p.detach().clone() for p in model.parameters()]
+    buffers = [b.clone() for b in model.buffers()]
+    state = copy.deepcopy(opt.state_dict()["state"])
+    return hooks, grads, weights, buffers, state, torch.get_rng_state(), random.getstate()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("kind", [Conv, Transformer])
+def test_nothing_is_changed(kind, flat, raises):
+    model = new(kind, "middle", "value")
+    model, opt = with_masters(
+        model, torch.optim.AdamW(model.parameters()), dtype=torch.bfloat16, flat_master=flat
+    )
+    x, y = batch()
+    for _ in range(2):
+        loss_func(model(x), y).backward()
+        opt.step()
+    before = everything(model, opt)
+    if raises:
+        with pytest.raises(KeyError):
+            find_overflow(model, (x, y), lambda pred, y: {}["no"])
+    else:
+        assert find_overflow(model, (x, y), loss_func, dtype=torch.float16).module == "middle"
+    assert_same(everything(model, opt)[:-2], before[:-2])
+    assert torch.equal(torch.get_rng_state(), before[-2]) and random.getstate() == before[-1]
+
+
+def test_a_compiled_model_is_looked_at_uncompiled():
+    model = torch.compile(new(Tabular, "last", "value"), backend="eager")
+    model(batch()[0])
+    assert find_overflow(model, batch(), loss_func).module == "last"
+
+
+def test_numpy_has_nothing_to_do_with_it():
+    state = np.random.get_state()[1].tolist()
+    find_overflow(new(Tabular, "last", "value"), batch(), loss_func)
+    assert np.random.get_state()[1].tolist() == state
