@@ -431,7 +431,8 @@ class _Twins:
         self.mixed.attach(self.half)
         for twin in (self.full, self.half):
             if hasattr(twin, "reset"):  # fastai's: states from batch to batch, of another dtype
-                twin.reset()
+                reset: Any = twin.reset
+                reset()
         self.device = next(self.full.parameters()).device
         self.grads = {}  # of the float32 copy, summed over batches
 
