@@ -348,7 +348,7 @@ def _note_grad(self: _Comparison, ref, g, *key):
         scale = torch.where(fit.isfinite() & (fit > 0), fit, scale)
     self._note_noise(ref, g / scale, *key)
 
-# %% ../nbs/11_report.ipynb #41a5a7a1
+# %% ../nbs/11_report.ipynb #0d40c81f
 class _Forced(_Comparison):
     "A pass in which each module is handed what float32 would have handed to it."
 
@@ -367,16 +367,19 @@ class _Forced(_Comparison):
 
 def _like(t, truth):
     "The next of `truth` in the dtype of `t`."
-    is_one = t.is_floating_point() and t.numel()
-    return next(truth).to(t.dtype) if is_one else t
+    if not t.is_floating_point() or not t.numel():
+        return t
+    new = next(truth).to(t.dtype, copy=True)  # a module may write into it
+    vars(new).update(vars(t))  # fastai's `SequentialEx` hangs the input on its tensors
+    return new
 
-# %% ../nbs/11_report.ipynb #a3d9a895
+# %% ../nbs/11_report.ipynb #2bf804ee
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 def _copy_in_float32(model, training):
     "A plain copy in 32 bits; without dropout, whose masks are no error of 16 bits."
-    twin = model2float(copy.deepcopy(model))
+    twin = model2float(copy.deepcopy(model, _without_graphs(model)))
     if training is not None:
         twin.train(training)
     for m in twin.modules():
@@ -399,12 +402,26 @@ def _begin_with(begin, model):
     model.forward = call
 
 
+def _without_graphs(model):
+    "For `copy.deepcopy`: copies of what modules hold of a graph, as fastai's `WeightDropout` does."
+    memo = {}
+
+    def look(t):
+        if t.grad_fn is not None:
+            memo[id(t)] = t.detach().clone()
+        return t
+
+    for m in model.modules():
+        map_tensors(look, [list(vars(m).values()), m._parameters, m._buffers])
+    return memo
+
+
 class _Twins:
     "A model's copies in 32 and in 16 bits."
 
     def __init__(self, model, settings, training):
         self.full = _copy_in_float32(model, training)
-        self.half = copy.deepcopy(self.full)
+        self.half = copy.deepcopy(self.full, _without_graphs(self.full))
         self.is_measured = lambda: None  # called at the beginning of a forward pass
         _begin_with(lambda: self.is_measured(), self.half)
         scaler = LossScaler(enabled=False)  # the loss is multiplied here
@@ -412,6 +429,10 @@ class _Twins:
         kwargs = {k: settings[k] for k in names}
         self.mixed = MixedStep(scaler=scaler, **kwargs)
         self.mixed.attach(self.half)
+        for twin in (self.full, self.half):
+            if hasattr(twin, "reset"):  # fastai's: states from batch to batch, of another dtype
+                reset: Any = twin.reset
+                reset()
         self.device = next(self.full.parameters()).device
         self.grads = {}  # of the float32 copy, summed over batches
 

@@ -605,3 +605,19 @@ def test_one_screen_is_printed():
     assert "MixedPrecision(torch.float16" in f"{learn.mp_cb}"  # one line in `learn.summary()`
     model, opt = with_masters(net := make("conv"), torch.optim.SGD(net.parameters(), 0.1))
     assert str(opt).splitlines()[1].endswith("weights 2.04 + masters 4"), str(opt)
+
+
+def test_models_that_hang_tensors_on_modules_and_on_tensors():
+    """fastai's: AWD-LSTM holds weights with a graph and states, `SequentialEx` the input."""
+    from fastai.layers import MergeLayer, SequentialEx
+    from fastai.text.models import AWD_LSTM
+
+    rnn = AWD_LSTM(20, 8, 12, 2)
+    model = nn.Sequential(rnn, nn.Linear(8, 20))
+    batch = batch_of("lstm")
+    rnn.reset()
+    loss_func(model(batch[0]), batch[1]).backward()
+    assert precision_report(rnn, [batch], lambda out, y: out.float().square().mean()).verdicts == {}
+    blocks = SequentialEx(nn.Linear(4, 4), nn.ReLU(inplace=True), MergeLayer())
+    report = precision_report(blocks, [(torch.randn(4, 4), 0)], lambda out, y: out.square().mean())
+    assert report.verdicts == {} and min(m.own for m in report.modules) > 50
