@@ -70,6 +70,11 @@ class Program(NamedTuple):
         return run.log
 
 
+def _of_training(state):
+    """Return a state without the count of what vectors have been stepped in chunks."""
+    return {k: v for k, v in state.items() if k != "payback"}
+
+
 class Run:
     """A program under way."""
 
@@ -136,7 +141,7 @@ class Run:
     def see_all(self):
         """Remember all that training changes, as files and users get it."""
         self.see("model", dict(self.model.state_dict()))
-        self.see("optimizer", self.opt.state_dict())
+        self.see("optimizer", _of_training(self.opt.state_dict()))
         self.see("trained", [p.requires_grad for p in self.params])
         self.see("scale", self.scaler.get_scale())
         if self.dtype in (torch.float16, torch.bfloat16):
@@ -152,7 +157,7 @@ class Run:
         self.see_all()
         for model, opt in self.others:
             self.see("the other model", dict(model.state_dict()))
-            self.see("the other optimizer", opt.state_dict())
+            self.see("the other optimizer", _of_training(opt.state_dict()))
         if not self.is_plain:
             shown = plain([self.model.state_dict()[k] for k, _ in self.model.named_parameters()])
             self.opt.restore()

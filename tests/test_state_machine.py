@@ -180,7 +180,8 @@ class Plain:
 
     def opt_state(self):
         """Return the optimizer's state, of each parameter."""
-        return {k: v for k, v in plain(self.opt.state_dict()).items() if k != "loss_scale"}
+        state, others = plain(self.opt.state_dict()), ("loss_scale", "payback")
+        return {k: v for k, v in state.items() if k not in others}
 
     def model_state(self):
         """Return what a file gets."""
