@@ -26,7 +26,9 @@ OLDEST := $(shell sed -n 's/^requirements *=.*torch>=\([0-9.]*\).*/\1/p' setting
 part = $(foreach name,$(2),tests/test_$(strip $(1)).py::test_$(name))
 whole = $(foreach name,$(1),$(wildcard tests/test_$(name).py))
 # fastai: its events and callbacks, its optimizers and files, its ways to train, its applications
-OF_FASTAI := $(call whole,fastai_callbacks resume bad_input examples defects faults_*) \
+OF_FASTAI := $(call whole,fastai_callbacks resume bad_input examples defects faults_* overflow_learner) \
+  $(call part,report,a_fit_goes_on_as_if_nobody_had_looked columns_of_the_recorder) \
+  $(call part,remainders,a_learner_has_the_bits_of_32_bit_masters) \
   $(call part,exactness,float32_is_plain_fastai layerwise_optimizers_are_plain_fastai) \
   $(call part,workflows,float32_is_plain_fastai a_search_for_a_rate_leaves_no_trace) \
   $(call part,hard_models,float32_is_plain_fastai a_copy_trains_on) \
@@ -39,8 +41,11 @@ OF_FASTAI := $(call whole,fastai_callbacks resume bad_input examples defects fau
     loading_in_any_event_is_plain_fastais a_refused_file_changes_nothing) \
   'tests/test_random_programs.py::test_with_fastai[0]'
 # torch: private names, the inner operations of its optimizers, its GradScaler, autograd's hooks,
-# its schedules, compiled steps, loops by hand, files; skorch once
-OF_TORCH := $(call whole,torch_private scaler_canary state_machine onepass scaler scaler_edges) \
+# its schedules, compiled steps, loops by hand, files; what processes share; dispatch modes; skorch
+OF_TORCH := $(call whole,torch_private scaler_canary state_machine onepass scaler scaler_edges dcp \
+    sharded) \
+  $(call part,overflow,a_scale_that_is_too_large the_loss nothing_is_changed) \
+  $(call part,remainders,the_bits_of_plain_32_bit_masters) \
   $(call part,optimizer,every_optimizer_of_torch_is_here 32_bits_are_the_plain_loop_bit_for_bit \
     flat_vectors_in_32_bits_are_the_plain_loop_bit_for_bit \
     16_bits_are_masters_kept_by_hand_bit_for_bit every_schedule_of_torch_is_here \
