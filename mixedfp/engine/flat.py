@@ -273,6 +273,7 @@ class Remainders:
         }
         self.is_whole = True  # the masters are in their vector, not yet or not now cut
         self.versions: list[int] = []
+        self.marks: dict[Parameter, int] = {}  # of the weights' bits as they were cut first
         self.note()
 
     def likes_of(
@@ -293,6 +294,7 @@ class Remainders:
             return []
         pairs = zip(self.params, now, self.versions, strict=True)
         written = [p for p, a, b in pairs if a != b and self.place.has(p)]
+        written = [p for p in written if self.marks.get(p) != self._mark(p)]
         for p in written:
             for vector, x in zip(self.rest, self._nothing, strict=True):
                 vector[self.parts[p]] = x
@@ -312,6 +314,19 @@ def cut(
         block = slice(i, i + _BLOCK)
         Stored(REMAINDERS, tuple(part[block] for part in stored)).store(vector.detach()[block])
     self.note()
+    if not self.marks:
+        self.marks = {p: self._mark(p) for p in self.params}
+
+
+@patch
+def _mark(self: Remainders, p):
+    "A number for the bits of a weight, each at its place. Sync: reads it."
+    bits, mark = self.place.whole[self.parts[p]].view(torch.int16), 0
+    for i in range(0, len(bits), _BLOCK):
+        block = bits[i : i + _BLOCK].long()
+        odd = torch.arange(1, 2 * len(block), 2, device=bits.device)
+        mark = 31 * mark + int((block * odd).sum())
+    return mark
 
 
 @patch
