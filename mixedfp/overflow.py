@@ -266,7 +266,8 @@ def _cause(name, inputs, ins, out):
         return "a softmax over nothing but -inf (0 / 0): a row in which all is masked"
     if has_inf and bool(out.isnan().any()):
         return "inf - inf, or 0 * inf"
-    in_domain = not ins or bool((ins[0] > 0).all())
+    at_0 = bool(ins) and bool((ins[0].expand_as(out)[~out.isfinite()] == 0).any())
+    in_domain = not at_0 and not bool(out.isnan().any())
     if name in ("log", "rsqrt", "reciprocal", "sqrt", "pow", "log2", "log10") and not in_domain:
         return f"{name} of a number outside of its domain, or of 0"
     if any(x > limit for x in numbers):

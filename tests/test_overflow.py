@@ -171,6 +171,25 @@ def test_a_planted_fault_is_named_with_a_cure_that_works(kind, slot, fault):
     assert slot in str(found)
 
 
+@pytest.mark.parametrize(
+    ("op", "cause"),
+    [
+        (lambda x: x.relu() * 0 + (300 * x.relu()) ** 2, "a value beyond the range"),
+        (lambda x: (x * 0).rsqrt(), "rsqrt of a number outside of its domain, or of 0"),
+        (lambda x: (-x.abs() - 1).log(), "log of a number outside of its domain, or of 0"),
+    ],
+)
+def test_a_power_beyond_the_range_is_no_number_outside_of_a_domain(op, cause):
+    class Op(nn.Module):
+        def forward(self, x):
+            return op(x)
+
+    x, y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+    x[:, 0] = -1  # 0 behind the relu: its square is no fault
+    model = nn.Sequential(Op(), nn.Linear(3, 2))
+    assert find_overflow(model, (x, y), loss_func).cause.startswith(cause)
+
+
 def test_a_scale_that_is_too_large():
     model = new(Tabular)
     found = find_overflow(model, batch(), loss_func, scale=2.0**24)
