@@ -537,7 +537,7 @@ def _looks_unscaled(self: MasterOptimizer):
     "Whether gradients that no scaler looks at are looked at here: those of a model in bfloat16."
     if self.skip_nonfinite is False or self._has_scaler or not self._is_bfloat16:
         return False
-    waits = self._on.is_on_device() and not self._step_supports_amp_scaling
+    waits = self._on.is_on_device() and not unscales_by_itself(self)
     return self.skip_nonfinite is True or not waits
 
 
@@ -546,7 +546,7 @@ def _is_none(self: MasterOptimizer, on_device):
     "Whether the step is to be none; put into `on_device` where nobody waits for the verdict."
     found = self._on.find_nonfinite()
     self.skips.add(found)
-    if self._on.is_on_device() and self._step_supports_amp_scaling:
+    if self._on.is_on_device() and unscales_by_itself(self):
         on_device["found_inf"] = found.float()
         return False
     return bool(found)

@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cast import to_float
 from .engine.elementwise import same_random_state
-from .engine.torch_private import uncompiled
+from .engine.torch_private import TorchDispatchMode, uncompiled
 from .nested import map_tensors
 from .scaler import LossScaler
 from .step import MixedStep

@@ -726,7 +726,7 @@ def any_nonfinite(
     grads = [(g.coalesce().values() if g.is_sparse else g).detach() for g in grads]
     if not grads:
         return torch.zeros(())
-    if any(g.device.type != "cpu" for g in grads):
+    if {g.device.type for g in grads} != {"cpu"}:
         largest = torch.nn.utils.get_total_norm(grads, math.inf)
         return (largest - largest).nan_to_num(1.0)  # inf - inf is nan
     if math.isfinite(torch.nn.utils.get_total_norm(grads, 2.0)):

@@ -45,12 +45,14 @@ def loss_of(model, x, y):
     return cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y)
 
 
-def with_norms(dtype=torch.float16, flat=False, opt=SGD, **kwargs):
+def with_norms(dtype=torch.float16, flat=False, opt=SGD, skip_nonfinite=None, **kwargs):
     """Return a net, its optimizer on masters and a scaler."""
     model = norm_net()
     kwargs = kwargs or dict(lr=0.1, momentum=0.9)
     inner = opt(model.parameters(), **kwargs)
-    model, opt = with_masters(model, inner, dtype=dtype, flat_master=flat)
+    model, opt = with_masters(
+        model, inner, dtype=dtype, flat_master=flat, skip_nonfinite=skip_nonfinite
+    )
     return model, opt, LossScaler(DEVICE, 2.0**10)
 
 
@@ -328,8 +330,8 @@ def test_2_07_a_skipped_step_restores_statistics_in_every_type(dtype, stepped, f
     assert_same(full(model), expected)
 
 
-def test_2_07_without_a_scaler_nothing_is_copied():
-    model, opt, _ = with_norms(torch.bfloat16)
+def test_2_07_where_no_step_is_skipped_nothing_is_copied():
+    model, opt, _ = with_norms(torch.bfloat16, skip_nonfinite=False)
     off = LossScaler(DEVICE, enabled=False)
     step(model, opt, off)  # whether there is a scaler is known from here on
     inside.forbid_snapshots(opt)

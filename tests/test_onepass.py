@@ -705,9 +705,10 @@ class Bag(nn.Module):
         self.values = nn.ParameterList([nn.Parameter(torch.ones(8, 8)) for _ in range(n)])
 
 
-def count_a_step(n, dtype, make, on_device=None):
+def count_a_step(n, dtype, make, on_device=None, skip_nonfinite=None):
     """Count what happens after the backward pass over `n` matrices."""
     mixed, model = mixed_step(dtype), Bag(n)
+    mixed.skip_nonfinite = skip_nonfinite
     inside.decide_on_device(mixed, on_device)
     mixed.scaler = LossScaler(init_scale=4.0, enabled=dtype == torch.float16)
     mixed.attach(model)
@@ -744,7 +745,10 @@ def test_nothing_is_read_back(name, monkeypatch):
     inside.everything_is_large(monkeypatch)
     own = 1 if name == "AdamW" else 0  # its step count, on the host
     late = 1 if "Adam" in name else 0
-    assert count_a_step(20, torch.bfloat16, OPTIMIZERS[name]).reads == own
+    counter = count_a_step(20, torch.bfloat16, OPTIMIZERS[name])
+    assert counter.reads == own + 2  # on a CPU: whether the norm is finite, whether to skip
+    counter = count_a_step(20, torch.bfloat16, OPTIMIZERS[name], skip_nonfinite=False)
+    assert counter.reads == own
     counter = count_a_step(20, torch.float16, OPTIMIZERS[name], on_device=True)
     assert counter.reads == own + late
     counter = count_a_step(20, torch.float16, OPTIMIZERS[name], on_device=False)

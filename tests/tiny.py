@@ -242,7 +242,8 @@ def opt_state(learn):
     if learn.opt is None:
         return None
     state = plain(learn.opt.state_dict())
-    state.pop("loss_scale", None)
+    for count in ("loss_scale", "payback"):  # of a precision, of flat masters
+        state.pop(count, None)
     return state
 
 

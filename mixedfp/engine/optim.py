@@ -395,10 +395,8 @@ def is_on_device(self: OptimizerOnMasters) -> bool:
 @patch
 def find_nonfinite(self: OptimizerOnMasters) -> Tensor:  # (), above 0 if so
     "Whether a gradient of what is lent holds inf or nan. Sync: none."
-    deferred = self.iteration.deferred
-    others = _without(self.lent.buckets, [d.bucket for d in deferred])
-    grads = [u.master.grad for u in others] + [g for d in deferred for g in d.grads]
-    return any_nonfinite([g for g in grads if g is not None])
+    held = HeldMasters(self).param_groups[0]["params"]
+    return any_nonfinite([p.grad for p in held if p.grad is not None])
 
 
 @patch
