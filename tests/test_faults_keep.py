@@ -43,6 +43,69 @@ def flat_net(*layers):
     return nn.Sequential(nn.Flatten(), nn.Linear(108, 8), *layers, nn.Linear(8, 2))
 
 
+# What is written into a `state_dict`: in a plain model its tensors are the weights
+
+
+def written_net(dtype, flat, remainders, n_steps):
+    """Return a wrapped net with norms, its optimizer, and that net without masters."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    kinds = dict(flat_master=flat, store_param_remainders=remainders)
+    model = copy.deepcopy(plain)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, opt = with_masters(model, opt, dtype=dtype, **kinds)
+    for _ in range(n_steps):
+        one_step(model, opt)
+    return model, opt, plain
+
+
+def one_step(model, opt):
+    """Step once."""
+    opt.zero_grad()
+    model(torch.arange(6.0).view(2, 3)).float().pow(2).sum().backward()
+    opt.step()
+
+
+WRITTEN = pytest.mark.parametrize(
+    ("dtype", "flat", "remainders"),
+    [(d, f, False) for d in (HALF, BF16, FULL) for f in (False, True)] + [(BF16, True, True)],
+    ids=str,
+)
+
+
+@WRITTEN
+@pytest.mark.parametrize("n_steps", [0, 1])
+def test_a_model_has_the_weights_that_were_written_into_its_state_dict(
+    dtype, flat, remainders, n_steps
+):
+    model, opt, plain = written_net(dtype, flat, remainders, n_steps)
+    for net in (model, plain):
+        for v in net.state_dict().values():  # nobody holds it afterwards
+            v.fill_(0.3)
+    x = torch.ones(2, 3)
+    assert_same(model.state_dict(), plain.state_dict())
+    assert_close = partial(torch.testing.assert_close, rtol=2**-6, atol=2**-6)
+    assert_close(model.eval()(x).float(), plain.eval()(x))
+    assert_same(model.state_dict(), plain.state_dict())
+    plain_opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+    one_step(model.train(), opt)
+    one_step(plain.train(), plain_opt)
+    assert_close(model.state_dict(), plain.state_dict(), rtol=2**-4)
+
+
+@WRITTEN
+def test_a_state_dict_that_is_held_may_be_written_later(dtype, flat, remainders):
+    model, opt, _ = written_net(dtype, flat, remainders, 1)
+    held = model.state_dict()
+    one_step(model, opt)
+    held["2.weight"].zero_()
+    model(torch.ones(2, 3))
+    assert model[2].weight.count_nonzero() == 0
+    assert model[0].weight.count_nonzero() == 12
+    one_step(model, opt)
+    assert model[2].weight.count_nonzero() > 0
+
+
 # 2.17 What stays in 32 bits
 
 

@@ -248,10 +248,11 @@ class HalfForward(WrappedForward):
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
+        if not torch.compiler.is_compiling():
+            self._take_over_weights()
         if self.dtype == torch.float32:
             return self._compute(args, kwargs)
         if not torch.compiler.is_compiling():
-            self._take_over_weights()
             self.devices = _devices_of(self.model)  # it may have been moved
         args, inputs = cast_floats((args, kwargs), self.dtype)
         if any("label" in k for k in kwargs):  # targets: a loss inside the model is in 32 bits
@@ -277,9 +278,12 @@ class HalfForward(WrappedForward):
 # %% ../../nbs/engine/08_forward.ipynb #91f93cd5
 @patch
 def _take_over_weights(self: HalfForward):
-    "Cast what others have put into the model in another dtype: no pass computes with both."
+    "Take what others wrote into a `state_dict`, and cast what they put in in another dtype."
     masters = masters_of(self.model)
-    if masters is not None and not masters.is_in_its_dtypes():
+    if masters is None:
+        return
+    is_cast = self.dtype == torch.float32 or masters.is_in_its_dtypes()
+    if masters.shown.look() or not is_cast:
         masters.sync_from_model()
 
 

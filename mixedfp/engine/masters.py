@@ -41,7 +41,13 @@ from mixedfp.engine.flat import (
     rooms,
     split_vector,
 )
-from .full_state import ShowMasters, UnfinishedLoad, keep_low_bits, masters_of
+from mixedfp.engine.full_state import (
+    ShowMasters,
+    ShownWeights,
+    UnfinishedLoad,
+    keep_low_bits,
+    masters_of,
+)
 from .torch_private import loads_in_place, loads_strictly, state_dict_hooks
 from ..formats import MixedPrecisionError
 from ..master import norm_bias_ids
@@ -93,6 +99,7 @@ class MasterParams:
         self.layouts, self.grads = {}, {}  # by optimizer; by parameter
         self.model_weights: dict[Parameter, ModelWeights] = {}  # where the model's lie in one piece
         self._shown_as = {}  # the name of each parameter in the `state_dict` that had it last
+        self.shown = ShownWeights()
         self._hooks, self._unfinished, self._loading, self._loaded = [], {}, None, []
         self.after_load = None  # called after a `load_state_dict`
         self._leaves_in_float = not any(
@@ -111,7 +118,8 @@ class MasterParams:
     def __getstate__(self) -> dict:
         """Be copied and pickled without the layout: a copy's views would be no views."""
         master = {p: Parameter(self.full(p).clone()) for p in self.master}
-        return vars(self) | dict(master=master, layouts={}, grads={}, model_weights={})
+        empty = dict(layouts={}, grads={}, model_weights={}, shown=ShownWeights())
+        return vars(self) | dict(master=master, **empty)
 
     def __setstate__(self, state: dict) -> None:
         """Come out of a copy or a pickle."""
@@ -337,6 +345,7 @@ def sync_from_model(self: MasterParams) -> None:
     if self.is_stepping:  # an exception came between the optimizer and the model
         self.master_to_model()
     with self.unfolded():
+        self._take_shown()
         self._sync_all()
 
 
@@ -806,11 +815,16 @@ def _end_load(self: MasterParams, module, incompatible):
 @patch
 def _show(self: MasterParams, module, state_dict, prefix):
     "Put the 32-bit values of `module` into `state_dict`."
+    if any(map(self.shown.is_written, module._parameters.values())):
+        self.sync_from_model()
     for k, p in module._parameters.items():
         if p in self.master and prefix + k in state_dict:
             if self.master[p].device != p.device and not p.is_meta:
                 self.sync_from_model()
             full = self.full(p)
+            if p.dtype == full.dtype and not (self.is_stepping or loads_in_place()):
+                state_dict[prefix + k] = as_own_storage(p.detach())
+                continue  # who writes into it writes into the model
             if not self.is_stepping:  # what was written is true before it is taken over
                 now, dtype = p.detach().to(full.device), self.param_dtype[p]
                 full = keep_low_bits(now, full, dtype, half_up=self.cuts).to(full.dtype)
@@ -827,7 +841,7 @@ def _out_of_vector(self: MasterParams, p, full, state_dict, name):
     if shown is not None and (_place(shown) == _place(full) or self._is_same(p, shown, full)):
         return shown
     self._shown_as[p] = name
-    return full.clone() if loads_in_place() else as_own_storage(full)
+    return self.shown.add(p, full.clone() if loads_in_place() else as_own_storage(full))
 
 
 @patch
@@ -839,6 +853,15 @@ def _is_same(self: MasterParams, p, shown, full):
 
 def _place(t):
     return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+# %% ../../nbs/engine/07_masters.ipynb #530b0c90
+@patch
+def _take_shown(self: MasterParams):
+    "Take over what was written into the tensors of a `state_dict`."
+    for p, written in self.shown.take():
+        if p in self.master and written.shape == p.shape:
+            self.master[p].data.copy_(written)
+            p.data.copy_(self._rounded(self.master[p].detach(), p.dtype))
 
 # %% ../../nbs/engine/07_masters.ipynb #5d97005a
 @patch
