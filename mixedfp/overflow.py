@@ -9,6 +9,7 @@ __all__ = ['Overflow', 'find_overflow', 'random_state']
 import ast
 import contextlib
 import copy
+import functools
 import linecache
 import math
 import os
@@ -128,6 +129,17 @@ class _Trace:
     order: list = field(default_factory=list)  # names of the modules in the order of their ends
     watch: Any = None  # a call in which operations are looked at
     mode: Any = None
+    start: Any = None  # what was known when the model's own forward began
+
+    def begin_forward(self):
+        "The model's own forward begins; again, if it turned out to need autocast."
+        root = self.stack[0]
+        if self.start is None:
+            self.start = self.first, self.mode.found, self.mode.negative  # of the cast of inputs
+        self.stack, self.counts = [root], {root.name: 1}
+        self.room, self.order, self.negative = [], [], None
+        self.first, self.mode.found, self.mode.negative = self.start
+        self.mode.is_on = self.watch == ("forward", root[:2])
 
     def blame(self, phase, call):
         if self.first is None:
@@ -306,9 +318,10 @@ class _Run:
         scaler = LossScaler(enabled=False)
         keep = tuple(settings["keep_fp32"])
         mixed = MixedStep(settings["dtype"], scaler=scaler, native=self.native, keep_fp32=keep)
-        mixed.attach(twin.float())
         trace, ops = _Trace(twin), _Operations()
         trace.watch, trace.mode = watch, ops
+        twin.forward = _telling(trace, twin.forward)
+        mixed.attach(twin.float())
         with same_random_state(device), _hooked(trace), ops:
             torch.compiler.set_stance("force_eager")
             try:
@@ -347,6 +360,15 @@ def _compute(trace, model, batch, loss_func, scale):
         if g is not None and _is_bad(g, True):
             owner = name.rpartition(".")[0]
             trace.blame("backward", _Call(owner, trace.counts.get(owner, 1), ""))
+
+
+def _telling(trace, forward):
+    @functools.wraps(forward)
+    def begin(*args, **kwargs):
+        trace.begin_forward()
+        return forward(*args, **kwargs)
+
+    return begin
 
 
 @contextlib.contextmanager
@@ -388,7 +410,7 @@ def _cures(run, phase, call, trace, columns):
     if phase == "backward":
         scales = (run.scale * 2.0**-k for k in (1, 2, 3, 4, 6, 8, 12, 16))
         scale = next((s for s in scales if s >= 1 and _works(run, scale=s)), None)
-        found += [] if scale is None else [f"loss_scale={scale:g}"]
+        found += [] if scale is None else [f"loss_scale={scale:.17g}"]
     for names in _candidates(call.name, trace):
         if run.dtype != torch.float32 and _works(run, keep_fp32=(*run.keep_fp32, *names)):
             found.append(f"keep_fp32={[*run.keep_fp32, *names]!r}")
@@ -421,7 +443,7 @@ def _cure_columns(run, columns):
         factor = 2.0 ** math.ceil(math.log2(top))
         flat[i][:, c] /= factor
         name = "x" if len(flat) == 1 else f"xs[{i}]"
-        changes.append(f"{name}[:, {c}] /= {factor:g}")
+        changes.append(f"{name}[:, {c}] /= {factor:.17g}")
     pieces = iter(flat)
     batch = map_tensors(lambda t: next(pieces), x), y
     return ["; ".join(changes[:4])] if _works(run, batch=batch) else []

@@ -276,3 +276,25 @@ def test_numpy_has_nothing_to_do_with_it():
     state = np.random.get_state()[1].tolist()
     find_overflow(new(Tabular, "last", "value"), batch(), loss_func)
     assert np.random.get_state()[1].tolist() == state
+
+
+class NeedsAutocast(nn.Module):
+    """A product with a float32 tensor that nothing casts, after a value that is too large."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.huge, self.basis = nn.Linear(16, 8), Fault("value"), torch.ones(8, 2)
+
+    def forward(self, x):
+        return self.huge(self.a(x) @ self.basis)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_forward_pass_that_begins_again_is_counted_once(is_trained):
+    """Under autocast, which the first call turns out to need."""
+    model = NeedsAutocast()
+    if is_trained:
+        model, _ = with_masters(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = find_overflow(model, batch(), loss_func)
+    assert (found.module, found.call, found.operation) == ("huge", 1, "pow")
+    assert [name for name, _ in found.before] == ["a", "huge.inner"]
