@@ -9,7 +9,6 @@ __all__ = ['Overflow', 'find_overflow', 'random_state']
 import ast
 import contextlib
 import copy
-import functools
 import linecache
 import math
 import os
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from .cast import to_float
 from .engine.elementwise import same_random_state
+from .engine.forward import begin_with
 from .engine.torch_private import TorchDispatchMode, uncompiled
 from .nested import map_tensors
 from .scaler import LossScaler
@@ -320,7 +320,7 @@ class _Run:
         mixed = MixedStep(settings["dtype"], scaler=scaler, native=self.native, keep_fp32=keep)
         trace, ops = _Trace(twin), _Operations()
         trace.watch, trace.mode = watch, ops
-        twin.forward = _telling(trace, twin.forward)
+        begin_with(trace.begin_forward, twin)
         mixed.attach(twin.float())
         with same_random_state(device), _hooked(trace), ops:
             torch.compiler.set_stance("force_eager")
@@ -360,15 +360,6 @@ def _compute(trace, model, batch, loss_func, scale):
         if g is not None and _is_bad(g, True):
             owner = name.rpartition(".")[0]
             trace.blame("backward", _Call(owner, trace.counts.get(owner, 1), ""))
-
-
-def _telling(trace, forward):
-    @functools.wraps(forward)
-    def begin(*args, **kwargs):
-        trace.begin_forward()
-        return forward(*args, **kwargs)
-
-    return begin
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .cast import is_castable, model2float, to_float
 from .engine.copies import check_initialized
 from .engine.elementwise import same_random_state
-from .engine.forward import BeforeForward
+from .engine.forward import BeforeForward, begin_with
 from .engine.full_state import masters_of
 from .engine.optim import OptimizerOnMasters
 from .engine.optim_access import copy_over, copy_small, core_of, hyper_groups, param_lists
@@ -390,18 +389,6 @@ def _copy_in_float32(model, training):
     return twin
 
 
-def _begin_with(begin, model):
-    "Have `begin` called whenever the forward pass of `model` begins, inside what a trainer adds."
-    forward = model.forward
-
-    @wraps(forward)
-    def call(*args, **kwargs):
-        begin()
-        return forward(*args, **kwargs)
-
-    model.forward = call
-
-
 def _without_graphs(model):
     "For `copy.deepcopy`: copies of what modules hold of a graph, as fastai's `WeightDropout` does."
     memo = {}
@@ -423,7 +410,7 @@ class _Twins:
         self.full = _copy_in_float32(model, training)
         self.half = copy.deepcopy(self.full, _without_graphs(self.full))
         self.is_measured = lambda: None  # called at the beginning of a forward pass
-        _begin_with(lambda: self.is_measured(), self.half)
+        begin_with(lambda: self.is_measured(), self.half)
         scaler = LossScaler(enabled=False)  # the loss is multiplied here
         names = "dtype", "native", "layer_scales", "keep_fp32"
         kwargs = {k: settings[k] for k in names}
