@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ShardedOptimizer', 'sharded_masters']
 
-# %% ../nbs/07a_sharded_masters.ipynb #b6ac1ad5
+# %% ../nbs/07a_sharded_masters.ipynb #9eea6675
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -44,6 +44,7 @@ from mixedfp.engine.torch_private import (
     copy_each_,
     count_as_stepped,
     is_of_schedule,
+    local_tensor,
     outside_of_dynamo,
     step_hooks,
 )
@@ -53,10 +54,10 @@ from .optimizer import MasterOptimizer
 from .scaler import SkipCount, any_nonfinite, is_finite
 from .sharded import agree, groups_of, is_sharded
 
-# %% ../nbs/07a_sharded_masters.ipynb #5406cf66
+# %% ../nbs/07a_sharded_masters.ipynb #1dff9d36
 def _memory(p: Tensor) -> Tensor:
     "The plain tensor that this process has of `p`."
-    return p.to_local() if is_sharded(p) else p
+    return local_tensor(p) if is_sharded(p) else p
 
 
 def _part(p: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class _ShardChunk(Chunk):
     def take(self, lend: Callable) -> Tensor:
         grad = super().take(lend)
         if self.pieces:
-            copy_each_(self.pieces, self.params)
+            copy_each_(self.pieces, [*self.params])
         return grad
 
     def out(self) -> None:
@@ -100,9 +101,9 @@ class _ShardChunk(Chunk):
 
     def master_to_model(self) -> None:
         if self.pieces:
-            copy_each_(self.params, self.pieces)
+            copy_each_([*self.params], self.pieces)
 
-# %% ../nbs/07a_sharded_masters.ipynb #68e374a2
+# %% ../nbs/07a_sharded_masters.ipynb #4595dc8e
 class _ShardBucket(Bucket):
     "Parts of parameters that are stepped as one vector, which has no weights of its own."
 
@@ -110,7 +111,7 @@ class _ShardBucket(Bucket):
         self,
         shared: list[Parameter],  # `DTensor`s, or plain ones; on one device, of one dtype
     ):
-        parts = [_part(p) for p in shared]
+        parts: list[Any] = [_part(p) for p in shared]
         n = sum(rooms(parts, parts[0].device))
         master = parts[0].new_full((), torch.nan).expand(n)
         super().__init__(parts, master, parts, GradBuffer(master, parts))
@@ -134,7 +135,7 @@ class _ShardBucket(Bucket):
         for part in self.params:
             part.grad = None
 
-# %% ../nbs/07a_sharded_masters.ipynb #fd7dcef0
+# %% ../nbs/07a_sharded_masters.ipynb #51f31bb4
 def _local_state(p, state):
     "The parts of a state in this process; None for one that does not lie as `p` does."
     parts = {}
@@ -179,12 +180,12 @@ def show(
                 s[k] = v.clone() if isinstance(v, Tensor) else v
     self.state = new
 
-# %% ../nbs/07a_sharded_masters.ipynb #92563831
+# %% ../nbs/07a_sharded_masters.ipynb #bbf72250
 class ShardedOptimizer(Optimizer):
     """An optimizer of `torch.optim` over `DTensor`s that steps a process's parts in one pass.
 
     Groups, states and files are those of `optimizer`, with `DTensor`s on the model's mesh. One that
-    is not element-wise, or fused on a GPU, takes its own step over them: `update_paths` says so.
+    is fused, or not element-wise, takes its own step over them: `update_paths` says so.
     Raises: TypeError, ValueError, MixedPrecisionError for what cannot be wrapped; nothing is
     changed then.
     Sync: none but FSDP2's own; with `skip_nonfinite` one number for each group of processes.
@@ -204,9 +205,10 @@ class ShardedOptimizer(Optimizer):
         super().__setstate__({"defaults": dict(optimizer.defaults)})
         self.optimizer, self.model = optimizer, model
         self.skip_nonfinite, self.skips = skip_nonfinite, SkipCount()
-        self._one_pass = OnePass(compiled) if _is_elementwise(optimizer) else None
+        self._one_pass: Any = OnePass(compiled) if _is_elementwise(optimizer) else None
         self._groups: list[list[_ShardBucket]] = []
-        self._seen: list | None = None  # what the buckets were made of
+        self._seen: tuple | None = None  # what the buckets were made of
+        self._held: list = []  # the states among it, so that no other object gets their ids
         self._has_scaler = None  # one that reports skips; None: not known before the first step
         me: Any = weakref.WeakMethod(self._params)
         self._buffers = IterationBuffers(model, lambda: me()())
@@ -256,7 +258,7 @@ class ShardedOptimizer(Optimizer):
     def _params(self):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-# %% ../nbs/07a_sharded_masters.ipynb #0a85f49e
+# %% ../nbs/07a_sharded_masters.ipynb #9e5d6312
 def _check(optimizer, model):
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"`optimizer` is a {type(optimizer).__name__}: expected one of torch.optim")
@@ -307,18 +309,17 @@ def _is_elementwise(optimizer):
     )
     return False
 
-# %% ../nbs/07a_sharded_masters.ipynb #db04238d
+# %% ../nbs/07a_sharded_masters.ipynb #5b4999f8
 @patch
 def _look(self: ShardedOptimizer):
     "All that the buckets depend on: gradients that are there, places of shards, states."
-    seen = []
-    for i, group in enumerate(self.optimizer.param_groups):
-        for p in group["params"]:
-            if p.grad is not None:
-                state = self.optimizer.state.get(p, {})
-                versions = [(k, id(v), getattr(v, "_version", None)) for k, v in state.items()]
-                seen.append((i, id(p), _memory(p).data_ptr(), versions))
-    return seen
+    groups = [[p for p in ps if p.grad is not None] for ps in param_lists(self.optimizer)]
+    params, state = [p for ps in groups for p in ps], self.optimizer.state
+    values = [v for p in params for v in state.get(p, {}).values()]
+    versions = [v._version for v in values if isinstance(v, Tensor)]
+    places = [_memory(p).data_ptr() for p in params]
+    ids = list(map(id, params)), list(map(id, values))
+    return (list(map(len, groups)), ids, places, versions), values
 
 
 @patch
@@ -340,7 +341,7 @@ def _make_buckets(self: ShardedOptimizer):
             u.show(u.join([states[p] for p in u.shared]), self.optimizer.state)
     return True
 
-# %% ../nbs/07a_sharded_masters.ipynb #dcc6abc4
+# %% ../nbs/07a_sharded_masters.ipynb #50ab4cf6
 @patch
 def _may_pass(self: ShardedOptimizer):
     "Whether nobody is to see the optimizer's own step."
@@ -348,9 +349,7 @@ def _may_pass(self: ShardedOptimizer):
     hooks = step_hooks(self.optimizer)
     if self._one_pass is None or hooks or (own is not None and not is_of_schedule(own)):
         return False
-    special = ["capturable", "differentiable"]
-    if any(p.device.type != "cpu" for p in self._params()):
-        special.append("fused")  # one pass as well
+    special = "capturable", "differentiable", "fused"  # which is one pass by itself
     return not any(group.get(k) for group in self.optimizer.param_groups for k in special)
 
 
@@ -361,7 +360,7 @@ def _pass(self: ShardedOptimizer):
     if not self._may_pass():
         self._seen, self._groups = None, []
         return False
-    if self._seen is None or self._seen != self._look():
+    if self._seen is None or self._seen != self._look()[0]:
         self._seen = None
         if not self._make_buckets():
             self._groups = []
@@ -381,7 +380,7 @@ def _pass(self: ShardedOptimizer):
         self._one_pass.step(self._groups, try_step, state)
     except NotElementwise as e:
         notice_once(f"{type(self.optimizer).__name__} is not stepped in one pass over memory: {e}")
-        self._one_pass = None
+        self._one_pass, self._groups = None, []
         return False
     finally:
         for u in buckets:
@@ -391,10 +390,10 @@ def _pass(self: ShardedOptimizer):
     for u in buckets:
         u.show(state[u.master], self.optimizer.state)
     torch.autograd.graph.increment_version([p for u in buckets for p in u.shared])
-    self._seen = self._look()
+    self._seen, self._held = self._look()
     return True
 
-# %% ../nbs/07a_sharded_masters.ipynb #ec76694b
+# %% ../nbs/07a_sharded_masters.ipynb #d7969c92
 @patch
 @outside_of_dynamo
 def step(
@@ -439,7 +438,7 @@ def zero_grad(
     self.optimizer.zero_grad(set_to_none)
     self._buffers.clear(set_to_none)
 
-# %% ../nbs/07a_sharded_masters.ipynb #c17a1ad7
+# %% ../nbs/07a_sharded_masters.ipynb #00fd6f9d
 @patch
 def expect_skips(self: ShardedOptimizer) -> None:
     "Be told, by a scaler, that steps may be skipped: buffers are saved from now on."
@@ -466,7 +465,7 @@ def _end_iteration(self: ShardedOptimizer):
     self._buffers.end()
     self._buffers.is_wanted = bool(self._has_scaler) or self.skip_nonfinite
 
-# %% ../nbs/07a_sharded_masters.ipynb #96109ea7
+# %% ../nbs/07a_sharded_masters.ipynb #b3914d28
 @patch
 def add_param_group(
     self: ShardedOptimizer,
@@ -526,7 +525,7 @@ def restore(self: ShardedOptimizer) -> Optimizer:  # the one that was given, wit
     self._after_load.remove()
     return self.optimizer
 
-# %% ../nbs/07a_sharded_masters.ipynb #f00d3882
+# %% ../nbs/07a_sharded_masters.ipynb #bd7cc922
 def sharded_masters(
     model: nn.Module,  # after fully_shard or parallelize_module, in 32 bits; not changed
     *optimizers: Optimizer,  # over its parameters; several where each trains a part
