@@ -18,6 +18,8 @@ from inside import torch_private as private
 from torch import distributed, nn
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import (
@@ -430,6 +432,20 @@ def test_the_ddp_around_a_forward_pass_is_found(model):
     finally:
         distributed.destroy_process_group()
     assert seen == [ddp] and private.active_ddp() is None
+
+
+@canary("local_tensor")
+def test_the_part_of_this_process_is_found():
+    """It is the memory itself, and the same object each time."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        part, mesh = torch.ones(2), init_device_mesh("cpu", (1,))
+        p = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)]))
+        assert private.local_tensor(p) is private.local_tensor(p)
+        assert private.local_tensor(p).data_ptr() == part.data_ptr()
+        assert type(private.local_tensor(p)) is torch.Tensor
+    finally:
+        distributed.destroy_process_group()
 
 
 @canary("asks_by_name", "loads_in_place")

@@ -4,14 +4,15 @@
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise   each readable alone
     3 engine    mixedfp.engine, in the order of ENGINE   how it is made exact and fast
     4 the step  step, overflow                   the way of one batch; where its inf came from
-    5 trainers  optimizer, callback ‖ skorch, checkpoint   loops, fastai, skorch
+    5 trainers  optimizer, sharded_masters, callback ‖ skorch, checkpoint   loops, fastai, skorch
     6 tools     report, command, examples, compare, all    data, the command, what users import
 
 `engine.torch_private` knows nothing of ours: every floor may use it, the first one too.
-Nobody above the step imports the engine but through `step` and `optimizer`. Floors 1 to 4 and
-`optimizer` need torch, fastcore's `patch` and the standard library alone; a function there may
-still import matplotlib or pandas when it is asked for a plot or a table. `command` imports the
-module that does what it reads when it has read it, in a function: the one way down.
+Nobody above the step imports the engine but through `step`, `optimizer` and `sharded_masters`.
+Floors 1 to 4 and those two need torch, fastcore's `patch` and the standard library alone; a
+function there may still import matplotlib or pandas when it is asked for a plot or a table.
+`command` imports the module that does what it reads when it has read it, in a function: the one
+way down.
 """
 
 import ast
@@ -41,6 +42,7 @@ for i, room in enumerate(ENGINE):
     BELOW[room] = NUMBERS | IDEAS | set(ENGINE[:i])
 BELOW["step"] = NUMBERS | IDEAS | set(ENGINE)
 BELOW["optimizer"] = BELOW["overflow"] = BELOW["step"] | {"step"}
+BELOW["sharded_masters"] = BELOW["optimizer"] | {"optimizer"}
 BELOW["report"] = BELOW["optimizer"] | {"optimizer"}
 CORE = set(BELOW)
 UP_TO_STEP = NUMBERS | IDEAS | {"step", "overflow", "optimizer", "report"}

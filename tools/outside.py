@@ -21,6 +21,7 @@ PUBLIC |= {
     "layerwise": "LayerInfo LayerwiseGradientScaler",
     "master": "get_master master2model model_g2master_g split_bn_bias",
     "optimizer": "MasterOptimizer with_masters",
+    "sharded_masters": "ShardedOptimizer sharded_masters",
     "overflow": "Overflow find_overflow random_state",
     "scaler": "LossScaler",
     "step": "MixedStep check_elementwise is_elementwise",

@@ -638,6 +638,12 @@ def chunks(
 
 
 @patch
+def chunk(self: Bucket, which: list[int], part: slice, inside: slice | None = None) -> Chunk:
+    "A part of the vector, as `Chunk` takes it."
+    return Chunk(self, which, part, inside)
+
+
+@patch
 def _cut(self: Bucket, size, alone, is_cut):
     run, start, stop = [], 0, 0
     sizes = rooms(self.params, self.master.device)
@@ -645,7 +651,7 @@ def _cut(self: Bucket, size, alone, is_cut):
         is_alone = p is not None and n >= alone and n == p.numel()  # a gap is only between others
         if run and (p is None or is_alone or stop - start + n > size):
             if stop > start:  # parameters may be empty
-                yield Chunk(self, run, slice(start, stop))
+                yield self.chunk(run, slice(start, stop))
             run, start = [], stop
         stop += n
         if is_alone:
@@ -653,7 +659,7 @@ def _cut(self: Bucket, size, alone, is_cut):
             for a in range(0, n, step):
                 inside = slice(a, min(a + step, n))
                 part = slice(start + inside.start, start + inside.stop)
-                yield Chunk(self, [i], part, inside)
+                yield self.chunk([i], part, inside)
             start = stop
         elif p is not None:
             run.append(i)

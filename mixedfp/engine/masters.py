@@ -174,10 +174,10 @@ def check_has_weights(
     for name, p in model.named_parameters():
         if is_sharded(p):
             raise MixedPrecisionError(
-                f"`{name}` is a DTensor, of which this process has a part: masters would be made "
-                "of parts. FSDP2 keeps 32-bit shards itself, and computes in 16 bits with "
-                "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)); "
-                "mixedfp.scaler.LossScaler scales its loss for float16"
+                f"`{name}` is a DTensor, of which this process has a part: in 32 bits that is a "
+                "master itself. FSDP2 computes in 16 bits with fully_shard(model, "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), and "
+                "mixedfp.sharded_masters.sharded_masters(model, optimizer) steps the shards"
             )
         if p.is_meta:
             raise MixedPrecisionError(
@@ -199,7 +199,7 @@ def check_in_model(
                 f"a parameter of shape {tuple(p.shape)} that the optimizer steps is no longer in "
                 f"the {type(self.model).__name__}: it would be trained, and the model not. Make "
                 "the optimizer over the parameters that the model has now; and shard a model "
-                "instead of giving it masters: fully_shard(model, mp_policy=...)"
+                "instead of giving it masters: fully_shard(model, mp_policy=...), sharded_masters"
             )
 
 # %% ../../nbs/engine/07_masters.ipynb #84da6425

@@ -24,14 +24,12 @@ from .masters import MasterParams
 from .onepass import OnePass
 from mixedfp.engine.optim_access import (
     ABSENT,
-    copy_over,
     core_of,
-    hyper_groups,
     hyper_names,
     param_lists,
     save_lists,
     set_lists,
-    state_changes,
+    step_copy,
 )
 from .payback import check_payback
 from .program import NotElementwise
@@ -428,14 +426,8 @@ def _pass_over(self: OptimizerOnMasters, large):
 def _try_step(self: OptimizerOnMasters, lists, state):
     "Step a copy of the optimizer over other parameters; returns their states."
     core = core_of(self.opt)
-    probe = copy_over(core, lists, hyper_groups(core), state)
-    type(core).step(probe)
-    pairs = [
-        *zip(hyper_groups(core), hyper_groups(probe), strict=True),
-        (vars(core), vars(probe)),
-    ]
-    self._counted = [(held, state_changes(held, now)) for held, now in pairs]
-    return probe.state
+    state, self._counted = step_copy(core, lists, state)
+    return state
 
 
 @patch

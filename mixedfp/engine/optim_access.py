@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ABSENT', 'core_of', 'param_lists', 'hyper_groups', 'hyper_names', 'save_lists', 'set_lists', 'why_no_copy',
-           'copy_over', 'copy_small', 'state_changes', 'named_params', 'LooseParams']
+           'copy_over', 'copy_small', 'state_changes', 'step_copy', 'named_params', 'LooseParams']
 
 # %% ../../nbs/engine/11_optim_access.ipynb #3c90354c
 import copy
@@ -118,6 +118,19 @@ def state_changes(held, now):
         for k, v in now.items()
         if k != "params" and k not in _OF_OPT and _is_changed(held.get(k, ABSENT), v)
     }
+
+
+def step_copy(core, lists, state):
+    """Step a copy of an optimizer over other parameters, in these states.
+
+    Returns their new states, and what it has counted beside them: where, and `state_changes`.
+    """
+    probe = copy_over(core, lists, hyper_groups(core), state)
+    type(core).step(probe)
+    held = [*hyper_groups(core), vars(core)]
+    now = [*hyper_groups(probe), vars(probe)]
+    changes = [(a, state_changes(a, b)) for a, b in zip(held, now, strict=True)]
+    return probe.state, changes
 
 
 def _is_changed(was, v):

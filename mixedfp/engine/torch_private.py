@@ -8,7 +8,7 @@ __all__ = ['NORMS', 'STEP_HOOKS', 'outside_of_dynamo', 'uncompiled', 'sequence_n
            'may_hook_saved_tensors', 'cpu_has_fp16', 'cpu_has_bf16', 'cpu_has_amx', 'copy_each_', 'zero_each_',
            'norm_of_each', 'apply_to_own', 'forward_hooks', 'remove_hooks', 'state_dict_hooks', 'loads_strictly',
            'module_of_call', 'is_replica', 'step_hooks', 'is_of_schedule', 'count_as_stepped', 'unscales_by_itself',
-           'active_ddp', 'asks_by_name', 'loads_in_place', 'assure', 'schema_of', 'TorchDispatchMode',
+           'active_ddp', 'local_tensor', 'asks_by_name', 'loads_in_place', 'assure', 'schema_of', 'TorchDispatchMode',
            'is_in_torch_dispatch_mode']
 
 # %% ../../nbs/engine/00_torch_private.ipynb #3764d45c
@@ -316,6 +316,15 @@ def active_ddp() -> DistributedDataParallel | None:
     `DistributedDataParallel._active_ddp_module`.
     """
     return DistributedDataParallel._active_ddp_module
+
+
+def local_tensor(t: Any) -> Tensor:
+    """Return what this process has of the `DTensor` `t`.
+
+    `to_local` takes a longer way, and of a parameter makes a new one each time.
+    Seen in 2.10 to 2.15: `DTensor._local_tensor`.
+    """
+    return t._local_tensor
 
 
 def asks_by_name() -> bool:
