@@ -301,3 +301,20 @@ def test_on_an_accelerators_layout(monkeypatch):
     expected = train(*start(BOTH), 3)
     inside.align(monkeypatch)
     assert_same(train(*start(BOTH), 3), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device to move to")
+def test_a_model_that_moves():
+    """Where a test of `make test-cuda` runs: states go along, in 16 bits."""
+    (net, opt), (twin, other) = start(BOTH), start(BOTH)
+    for i in range(4):
+        device = "cuda" if i in (1, 2) else "cpu"
+        net.to(device)
+        opt.zero_grad()
+        (net(X.to(device)).float() * net.scale.float()).square().sum().backward()
+        opt.step()
+        assert {(v.dtype, v.device.type) for v in vectors(opt, "exp_avg")} == {(BF16, device)}
+        train(twin, other)
+    found = {k: v.cpu() for k, v in net.state_dict().items()}
+    for k, v in twin.state_dict().items():
+        torch.testing.assert_close(found[k], v, rtol=0, atol=1e-3)
