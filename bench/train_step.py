@@ -356,6 +356,7 @@ flat = {"flat_master": True}
 compiled = {"flat_master": True, "compiled": True}
 stream = {"flat_master": True, "stream": True}
 cut = {"store_param_remainders": True}
+halves = {"state_dtype": {"grad_avg": b16}}  # fastai's name of the momentum
 WAYS = {
     "fp32": Way(plain),
     "fp32-cl": Way(plain, True),
@@ -378,6 +379,7 @@ WAYS = {
     "learn-bf16": Way(partial(ours_in_fastai, "to_bf16", {})),
     "learn-bf16-flat": Way(partial(ours_in_fastai, "to_bf16", flat)),
     "learn-bf16-remainders": Way(partial(ours_in_fastai, "to_bf16", flat | cut)),
+    "learn-bf16-states": Way(partial(ours_in_fastai, "to_bf16", flat | cut | halves)),
     "learn-bf16-flat-cl": Way(partial(ours_in_fastai, "to_bf16", flat), True),
     "learn-bf16-compiled": Way(partial(ours_in_fastai, "to_bf16", compiled), compiles=True),
     "fp16": Way(partial(ours, f16, {})),
@@ -387,7 +389,8 @@ WAYS = {
 MEANINGS = """-cl: channels_last. bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in
 one vector, -compiled: the update compiled from the first step on, -stream: gradients go to the
 vector while the backward pass runs. learn-*: the same by learn.to_bf16() and learn.to_fp16(), with
-fastai's optimizer; learn-fp32 is a Learner in float32, learn-autocast-bf16 one under autocast.
+fastai's optimizer; -remainders: store_param_remainders=True, -states: and the momentum in bfloat16;
+learn-fp32 is a Learner in float32, learn-autocast-bf16 one under autocast.
 fabric-bf16-true has no masters: what small updates it loses is not in this table."""
 
 

@@ -70,6 +70,8 @@ class MixedPrecision(Callback):
         # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
         skip_nonfinite: bool | None = None,
         heal: bool | int = False,  # do what helps after so many skips in a row; True: after 5
+        # flat: the optimizer's states that are kept in 16 bits between steps, by name; lossy
+        state_dtype: Mapping[str, torch.dtype] | None = None,
     ):
         first = _first_scale(loss_scale, init_scale)
         is_scaling = check_flag("enabled", enabled) and dtype == torch.float16
@@ -86,6 +88,7 @@ class MixedPrecision(Callback):
             keep_fp32,
             store_param_remainders,
             skip_nonfinite,
+            state_dtype,
         )
         self._last_loss, self._was_finite = None, True  # of the batch before, detached
         # how many skips in a row are waited for; how many there are; what was done about them
@@ -511,6 +514,8 @@ def __repr__(self: MixedPrecision) -> str:
         parts.append(f"keep_fp32={self.mixed.keep_fp32!r}")
     if self.mixed.cuts:
         parts.append("store_param_remainders=True")
+    if self.mixed.state_dtype:
+        parts.append(f"state_dtype={self.mixed.state_dtype!r}")
     return f"{type(self).__name__}({', '.join(parts)})"
 
 

@@ -9,7 +9,7 @@ __all__ = ['MasterOptimizer', 'evaluates_once', 'with_masters']
 import inspect
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, update_wrapper
 from operator import attrgetter, is_not
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .engine.buffers import IterationBuffers, PassHook
-from .engine.codec import check_remainders
+from .engine.codec import check_remainders, check_state_dtype
 from .engine.copies import check_free, check_initialized
 from .engine.elementwise import check_elementwise
 from .engine.flat import as_own_storage
@@ -140,8 +140,11 @@ class MasterOptimizer(Optimizer):
         compiled: bool | None = None,  # flat: compile the update; None: once it pays back
         # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
         skip_nonfinite: bool | None = None,
+        # flat: the optimizer's states that are kept in 16 bits between steps, by name; lossy
+        state_dtype: Mapping[str, torch.dtype] | None = None,
     ):
         _check_settings(flat_master=flat_master, stream=stream, compiled=compiled)
+        state_dtype = check_state_dtype(state_dtype, flat_master)
         check_flag("skip_nonfinite", skip_nonfinite, or_none=True)
         _check_fresh(optimizer)
         model = LooseParams(optimizer) if model is None else model
@@ -150,14 +153,15 @@ class MasterOptimizer(Optimizer):
         masters = MasterParams.of(model)
         if masters is None:
             _check_half(optimizer)
-            if flat_master:
-                check_elementwise(optimizer, next(model.parameters()).device)
+        if flat_master and (masters is None or state_dtype):
+            check_elementwise(optimizer, next(model.parameters()).device, state_dtype)
+        if masters is None:
             masters = MasterParams(model, torch.float32, flat_master, any_grads=True)
         _check_kind(masters, flat_master, masters.dtype, masters.cuts)
         if not isinstance(model, LooseParams):
             install_forward(model, _half_dtype(model))
         state = dict(optimizer=optimizer, masters=masters, stream=stream, compiled=compiled)
-        state |= dict(skip_nonfinite=skip_nonfinite, skips=SkipCount())
+        state |= dict(skip_nonfinite=skip_nonfinite, skips=SkipCount(), state_dtype=state_dtype)
         self.__setstate__(state)
 
     def __setstate__(self, state: dict) -> None:
@@ -166,9 +170,8 @@ class MasterOptimizer(Optimizer):
         super().__setstate__(dict(state, defaults=dict(state["optimizer"].defaults)))
         self.masters.come_back()  # a copy of the model alone is in 32 bits
         self.masters.sync_from_model()  # a copy's gradients have forgotten their dtype
-        self._on = OptimizerOnMasters(
-            self.optimizer, self.masters, every=True, compiled=self.compiled
-        )
+        settings: Any = dict(compiled=self.compiled, state_dtype=self.state_dtype)
+        self._on = OptimizerOnMasters(self.optimizer, self.masters, every=True, **settings)
         # now, not in the first step: its gradients find their vectors, and nothing is held twice
         self._on.exchange.lay_out()
         self._taker = GradTaker(self.masters, self.stream)
@@ -184,8 +187,8 @@ class MasterOptimizer(Optimizer):
     def __getstate__(self) -> dict:
         """Be copied and pickled with the model, in its form: views of a vector would come apart."""
         self._on.reclaim()
-        names = ("optimizer", "masters", "stream", "compiled", "skip_nonfinite", "skips")
-        return {name: vars(self)[name] for name in names}
+        names = "optimizer masters stream compiled skip_nonfinite skips state_dtype"
+        return {name: vars(self)[name] for name in names.split()}
 
     def __repr__(self) -> str:
         """Show the optimizer inside."""
@@ -416,7 +419,8 @@ def _have_done(self: MasterOptimizer, method, *args, **kwargs):
     self._check_masters()
     self._is_busy = True
     try:
-        return method(*args, **kwargs)
+        with self._on.exchange.full_states():
+            return method(*args, **kwargs)
     finally:
         self._is_busy = False
         self._on.master_to_model()
@@ -749,13 +753,16 @@ def with_masters(
     store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
     # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
     skip_nonfinite: bool | None = None,
+    # flat: the optimizer's states that are kept in 16 bits between steps, by name; lossy
+    state_dtype: Mapping[str, torch.dtype] | None = None,
 ) -> tuple:  # the model, and a `MasterOptimizer` for each of `optimizers`
     """Put `model` into 16 bits, and its optimizers on masters that lose nothing.
 
     Comes before `DistributedDataParallel` and `torch.compile`. float32 changes no number.
     `store_param_remainders` (so called in Apex, Megatron-LM and TransformerEngine) keeps of each
     master what its bfloat16 weight does not show; weights are rounded half up instead of to even.
-    What `param_groups` holds then has shape and gradient, and nan for numbers.
+    What `param_groups` holds then has shape and gradient, and nan for numbers. `state_dtype`, such
+    as {"exp_avg": torch.bfloat16}, rounds what a step leaves in these states; files hold 32 bits.
     Raises: as `MasterOptimizer`, and TypeError for another `dtype`; then nothing is changed.
     """
     check_dtype(dtype)
@@ -766,6 +773,7 @@ def with_masters(
         )
     _check_settings(flat_master=flat_master, stream=stream, native=native, compiled=compiled)
     check_remainders(store_param_remainders, dtype, flat_master)
+    state_dtype = check_state_dtype(state_dtype, flat_master)
     check_flag("skip_nonfinite", skip_nonfinite, or_none=True)
     if not optimizers:
         raise TypeError(
@@ -777,7 +785,7 @@ def with_masters(
         _check_inside(optimizer, model)
         check_has_weights(model)
         if flat_master:
-            check_elementwise(optimizer, next(model.parameters()).device)
+            check_elementwise(optimizer, next(model.parameters()).device, state_dtype)
     params = [p for optimizer in optimizers for _, p in named_params(optimizer)]
     if flat_master and len(set(params)) < len(params):
         raise ValueError("a parameter is in two optimizers: use flat_master=False")
@@ -796,5 +804,5 @@ def with_masters(
         _check_kind(masters, flat_master, dtype, store_param_remainders)
     install_forward(model, dtype, native)
     kwargs: dict[str, Any] = dict(model=model, stream=stream, compiled=compiled)
-    kwargs["skip_nonfinite"] = skip_nonfinite
+    kwargs |= dict(skip_nonfinite=skip_nonfinite, state_dtype=state_dtype)
     return model, *(MasterOptimizer(optimizer, flat_master, **kwargs) for optimizer in optimizers)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from .cast import is_castable, to_float
 from .engine.autocast import PromoteMixed  # noqa: F401
 from .engine.buffers import BufferSnapshot
-from .engine.codec import check_remainders
+from .engine.codec import check_remainders, check_state_dtype
 from .engine.copies import check_free  # noqa: F401
 from .engine.elementwise import check_elementwise, is_elementwise, same_random_state  # noqa: F401
 from mixedfp.engine.forward import (  # noqa: F401
@@ -86,6 +86,7 @@ class MixedStep:
         store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
         # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
         skip_nonfinite: bool | None = None,
+        state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits, lossy
     ):
         self.dtype = check_dtype(dtype)
         self.flat_master = check_flag("flat_master", flat_master)
@@ -95,6 +96,7 @@ class MixedStep:
             raise TypeError(f"`scaler` is {scaler!r}: expected a mixedfp.scaler.LossScaler or None")
         self.keep_fp32 = keep_fp32
         self.cuts = check_remainders(store_param_remainders, dtype, flat_master)
+        self.state_dtype = check_state_dtype(state_dtype, self.flat_master)
         if getattr(scaler, "layers", None) is not None:
             raise ValueError("`scaler` has `layers` of its own: give their scales as layer_scales=")
         self.scaler = LossScaler(enabled=dtype == torch.float16) if scaler is None else scaler
@@ -283,7 +285,7 @@ def preview(
     with same_random_state(device):
         opt = make()
     if self.flat_master:
-        check_elementwise(opt, device)
+        check_elementwise(opt, device, self.state_dtype)
     if it.opt is not None:
         it.opt.reclaim()
     it.masters.lay_out([list(ps) for ps in param_lists(core_of(opt))])
@@ -297,8 +299,9 @@ def _take_over(self: MixedStep, before, opt):
     else:
         self.masters.sync_from_model()  # what was written since `attach`
         iteration = Iteration.of(p for ps in param_lists(core_of(opt)) for p in ps)
+    settings: Any = dict(compiled=self.compiled, state_dtype=self.state_dtype)
     return OptimizerOnMasters(
-        opt, self.masters, self.scaler, self.layers, compiled=self.compiled, iteration=iteration
+        opt, self.masters, self.scaler, self.layers, **settings, iteration=iteration
     )
 
 # %% ../nbs/06_step.ipynb #47a9efa8

@@ -353,6 +353,28 @@ def test_a_state_that_is_loaded_after_a_move_goes_where_the_model_is(trainer):
     assert_same(*ended)
 
 
+def test_states_in_16_bits_go_along():
+    """And come back: the bits of a run that has stayed where it was, as far as devices agree."""
+    halves, ends = dict.fromkeys(["exp_avg", "exp_avg_sq"], torch.bfloat16), []
+    for moves in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        opt = AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99))
+        settings = dict(dtype=torch.bfloat16, flat_master=True, state_dtype=halves)
+        model, opt = with_masters(model, opt, **settings)
+        for i in range(4):
+            device = "cuda" if moves and i in (1, 2) else "cpu"
+            model.to(device)
+            opt.zero_grad()
+            model(torch.ones(2, 8, device=device)).sum().backward()
+            opt.step()
+            held = [v for s in opt.state.values() for v in s.values() if v.numel() > 1]
+            assert {(v.dtype, v.device.type) for v in held} == {(torch.bfloat16, device)}
+        ends.append(model.state_dict())
+    for k, v in ends[0].items():
+        torch.testing.assert_close(v, ends[1][k], rtol=0, atol=1e-3)
+
+
 @FLAT
 def test_a_copy_can_be_moved_alone(flat):
     t = ByHand(OPTIMIZERS["sgd"], dtype=torch.bfloat16, flat_master=flat)

@@ -8,6 +8,7 @@ __all__ = ['is_elementwise', 'same_random_state', 'check_elementwise']
 # %% ../../nbs/engine/13_elementwise.ipynb #6904889a
 import math
 import random
+from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -25,10 +26,14 @@ from mixedfp.engine.optim_access import (
     core_of,
     hyper_groups,
     param_lists,
+    passes_by_itself,
     why_no_copy,
 )
+from .program import NotElementwise
+from .recorder import record
 from .torch_private import STEP_HOOKS
 from ..formats import MixedPrecisionError
+from ..nested import notice_once
 
 # %% ../../nbs/engine/13_elementwise.ipynb #3023f59a
 # Kind and size of the gradients of a trial, one a step.
@@ -357,14 +362,109 @@ def same_random_state(device):
 def check_elementwise(
     opt: Any,  # an optimizer of fastai or torch.optim
     device: str | torch.device = "cpu",  # where to try it
+    state_dtype: Mapping[str, torch.dtype] | None = None,  # states that are to be in 16 bits
 ) -> None:
     "Try whether masters of `opt` may lie in one vector. Raises: MixedPrecisionError."
     objection = _objection(opt, device)
     if objection is not None:
         raise MixedPrecisionError(f"{_describe(opt)} {objection}. Use flat_master=False")
+    if state_dtype:
+        _check_states(opt, device, state_dtype)
 
 
 def _describe(opt):
     core = core_of(opt)
     steps = [getattr(cb, "func", cb).__name__ for cb in getattr(core, "cbs", [])]
     return f"{type(core).__name__} with {steps[-1]}" if steps else type(core).__name__
+
+# %% ../../nbs/engine/13_elementwise.ipynb #515ad5de
+class _StateTrial:
+    "A copy of an optimizer that steps a few numbers in each group, under the recorder."
+
+    def __init__(self, core, device):
+        lists = param_lists(core)
+        self.params = [Parameter(torch.ones(8, dtype=torch.float32, device=device)) for _ in lists]
+        pairs = zip(self.params, _templates(core), strict=True)
+        state = {p: _state_like(p, *t) for p, t in pairs if t is not None}
+        groups = [dict(group) for group in hyper_groups(core)]
+        self.opt = copy_over(core, [[p] for p in self.params], groups, state)
+        self.run = _plain_step(core)
+
+    def step(self, grad):
+        for p in self.params:
+            p.grad = grad.to(p.device).clone()
+        probes = [[p, p.grad, *(v for _, _, v in self.vectors([p]))] for p in self.params]
+        recorder = record(lambda: self.run(self.opt), probes)
+        for _, k, v in self.vectors(self.params):
+            if recorder.ref(v) is None:
+                raise NotElementwise(f"nobody has seen where its state {k!r} comes from")
+
+    def vectors(self, params):
+        states = [(p, self.opt.state.get(p, {})) for p in params]
+        return [(p, k, v) for p, state in states for k, v in state.items() if is_per_element(v, p)]
+
+    def names(self):
+        "Of the states that could be in 16 bits."
+        found = [k for _, k, v in self.vectors(self.params) if v.dtype == torch.float32]
+        return list(dict.fromkeys(found))
+
+    def kept(self, wanted):
+        "The states in question, each with the numbers that would be stored."
+        vectors = self.vectors(self.params)
+        return [(k, v, v.to(wanted[k]).float()) for _, k, v in vectors if k in wanted]
+
+# %% ../../nbs/engine/13_elementwise.ipynb #6f768a95
+def _check_states(opt, device, wanted):
+    "Refuse names that the optimizer has no states of, and what no pass can step; say what is lost."
+    core, name = core_of(opt), _describe(opt)
+    why = passes_by_itself(core, torch.device(device).type != "cpu")
+    if why is not None:
+        why = f"with {why}=True it passes over them by itself"
+    elif "slow_weights" in vars(opt):
+        why = "it moves weights outside of its step"
+    else:
+        try:
+            with same_random_state(device):
+                names, losses = _try_states(core, device, wanted)
+        except NotElementwise as e:
+            why = str(e)
+    if why is not None:
+        raise MixedPrecisionError(
+            f"{name} is not stepped in one pass over vectors, which is where states are put into "
+            f"32 bits and rounded: {why}. Use state_dtype=None"
+        )
+    unknown = [k for k in wanted if k not in names]
+    if unknown:
+        raise MixedPrecisionError(
+            f"{name} has no state {unknown[0]!r} with a number for each weight: it has "
+            f"{', '.join(map(repr, names)) or 'none'}. Write state_dtype={{name: dtype}} with these"
+        )
+    for loss in losses:
+        notice_once(loss)
+
+
+def _try_states(core, device, wanted):
+    "The names of the states, and what is lost where `wanted` says so."
+    trial, small = _StateTrial(core, device), _StateTrial(core, device)
+    for _ in range(2):
+        trial.step(torch.linspace(1, 2, 8))
+        small.step(torch.full((8,), 2.0**-14))
+    names, losses = trial.names(), []
+    for k, v, kept in small.kept(wanted):
+        if ((kept == 0) & (v != 0)).any():
+            losses.append(
+                f"state_dtype: {k!r} in float16 is 0 after gradients of 6e-5: below 6e-8 float16 "
+                "has nothing, and above 65,504 inf. bfloat16 has the range of float32"
+            )
+    before = trial.kept(wanted)
+    for _, v, kept in before:
+        v.copy_(kept)
+    trial.step(torch.zeros(8))
+    for (k, _, old), (_, v, new) in zip(before, trial.kept(wanted), strict=True):
+        if ((v != old) & (new == old)).any():
+            losses.append(
+                f"state_dtype: {k!r} in {str(wanted[k])[6:]} stands still without gradients: what "
+                "a step takes away is less than half of its last place. Leave it in 32 bits, or "
+                "have it forget faster (Adam: betas=(0.9, 0.99))"
+            )
+    return names, dict.fromkeys(losses)

@@ -7,6 +7,8 @@ __all__ = ['LARGE', 'is_large', 'Own', 'Lent', 'copies', 'kind_of_state', 'Param
 
 # %% ../../nbs/engine/14_exchange.ipynb #0b82481c
 from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
@@ -52,6 +54,7 @@ class Lent:
     rest: dict  # states of what is in no bucket
     others: list[Parameter]  # of the model, in no bucket: without a gradient
     devices: list[int]  # of the parameters in the buckets, and of their masters, at that time
+    all_pass: bool = False  # vectors of any size: their states are in 16 bits outside of a pass
 
     def has_moved(self) -> bool:
         "Whether a parameter is on another device by now."
@@ -85,7 +88,8 @@ class Lent:
     @cached_property
     def large(self) -> list[Bucket]:
         "The vectors that are worth a pass of their own."
-        return [u for u in self.buckets if u.is_flat and (u.is_cut or is_large(u.master))]
+        vectors = [u for u in self.vectors if u.master.numel()]
+        return [u for u in vectors if self.all_pass or u.is_cut or is_large(u.master)]
 
     @cached_property
     def copies(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -136,8 +140,9 @@ class ParamExchange:
         opt: Any,  # an optimizer of fastai or torch.optim over the parameters of a model
         masters: MasterParams,  # of that model
         every: bool = False,  # lend masters of parameters without a gradient, too
+        state_dtype: Mapping[str, torch.dtype] | None = None,  # states of vectors, in 16 bits
     ):
-        self.opt, self.masters = opt, masters
+        self.opt, self.masters, self.state_dtype = opt, masters, dict(state_dtype or {})
         self.every = every or "slow_weights" in vars(opt)  # fastai's Lookahead moves them all
         self.lent: Lent | None = None
 
@@ -171,6 +176,7 @@ def lend(self: ParamExchange) -> Lent:
     "Hand the optimizer the masters of all parameters that have a gradient."
     self.reclaim()
     self.move_states()  # they are joined where their parameters are, as vectors lie there
+    self.round_states()
     core, masters = core_of(self.opt), self.masters
     lists = [list(ps) for ps in param_lists(core)]
     state = self._fold_slow_weights(lists, core.state)
@@ -189,6 +195,7 @@ def lend(self: ParamExchange) -> Lent:
         rest={p: s for p, s in state.items() if p not in held},
         others=[p for ps in lists for p in ps if p not in held],
         devices=[p.get_device() for u in buckets for p in u.params],
+        all_pass=bool(self.state_dtype),
     )
     masters_of_groups = [[u.master for u in group] for group in groups]
     slow = self._unfold_slow_weights(masters_of_groups, joined)
@@ -283,6 +290,61 @@ def _move_state(state, p, all_move):
         moves = all_move or k != "step" and is_per_element(v, p)
         if moves and isinstance(v, Tensor) and v.device != p.device:
             state[k] = v.to(p.device)
+
+# %% ../../nbs/engine/14_exchange.ipynb #0a86dde9
+@patch
+def _kept_states(self: ParamExchange, but=()):
+    "The states that are to be in 16 bits: whose, which, and itself."
+    core, master = core_of(self.opt), self.masters.master
+    if not self.state_dtype:
+        return []
+    if self.lent is None:
+        held = [(p, p) for ps in param_lists(core) for p in ps]
+    else:
+        held = [(u.master, u.params[0]) for u in self.lent.buckets if u.master not in but]
+    full = [m for m, p in held if p.ndim and p in master and master[p].dtype == torch.float32]
+    found = [(p, k, core.state.get(p, {}).get(k)) for p in full for k in self.state_dtype]
+    return [(p, k, v) for p, k, v in found if is_per_element(v, p)]
+
+
+@patch
+def widen_states(
+    self: ParamExchange,
+    but: Collection[Tensor] = (),  # masters that a pass has stepped
+) -> dict[tuple[Tensor, str], Tensor]:  # what they were, by owner and name
+    "Put states that are in 16 bits into 32, in dicts of their own."
+    core, kept = core_of(self.opt), self._kept_states(but)
+    for p, k, v in kept:
+        core.state[p] = {**core.state[p], k: v.to(torch.float32)}
+    return {(p, k): v for p, k, v in kept}
+
+
+@patch
+def round_states(
+    self: ParamExchange,
+    places: Mapping[tuple[Tensor, str], Tensor] | None = None,  # from `widen_states`: where to
+) -> None:
+    "Put states that are to be in 16 bits there; what is beyond their range becomes inf."
+    core = core_of(self.opt)
+    for p, k, v in self._kept_states():
+        if v.dtype != self.state_dtype[k]:
+            place = (places or {}).get((p, k))
+            rounded = v.to(self.state_dtype[k]) if place is None else place.copy_(v)
+            core.state[p] = {**core.state[p], k: rounded}
+
+
+@patch
+@contextmanager
+def full_states(
+    self: ParamExchange,
+    but: Collection[Tensor] = (),  # masters that a pass has stepped
+) -> Iterator[None]:
+    "In this block all states are in 32 bits; they are rounded at its end."
+    places = self.widen_states(but)
+    try:
+        yield
+    finally:
+        self.round_states(places)
 
 # %% ../../nbs/engine/14_exchange.ipynb #60a89647
 _get_version = attrgetter("_version")

@@ -713,13 +713,14 @@ def buckets(
 def _runs(self: MasterParams, vector, params, key, every):
     params, buckets, start = list(params), [], 0
     grad_buffer = self.grads[params[0]]
-    for (has_grad, _), run in groupby(params, key=lambda p: (p.grad is not None, key(p))):
+    kinds = groupby(params, key=lambda p: (p.grad is not None, p.ndim == 0, key(p)))
+    for (has_grad, is_number, _), run in kinds:
         run = list(run)
         part = slice(start, start + sum(rooms(run, vector.device)))
         start = part.stop
         if not has_grad and not every:
             grad_buffer.clear(part)
-        elif run[0].ndim == 0:  # a state of no dimension could be its own, or a step count
+        elif is_number:  # a state of no dimension could be its own, or a step count
             buckets += [Bucket([p], self.master[p]) for p in run]
         else:
             is_whole = len(run) == len(params)  # a parameter without elements has an empty part

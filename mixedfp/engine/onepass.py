@@ -9,7 +9,7 @@ __all__ = ['OnePass']
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .codec import PLAIN, Stored
+from .codec import HALF, PLAIN, Codec, Stored
 from .flat import Bucket, Chunk, alignment, is_per_element
 from .optim_access import ABSENT
 from .payback import Payback, seconds_saved
@@ -46,8 +46,9 @@ class OnePass:
     def __init__(
         self,
         compiled: bool | None = None,  # None: of a 16-bit model, from the step on at which it pays
+        state_dtype: Mapping[str, torch.dtype] | None = None,  # states in 16 bits between steps
     ):
-        self.compiled = compiled
+        self.compiled, self.state_dtype = compiled, dict(state_dtype or {})
         self.payback = Payback()  # counts the steps, where they are to say when it pays
         self.functions: dict = {}  # compiled, by what an update does; None: it cannot be compiled
         self.memory: dict = {}  # by device and dtype, where chunks gather their gradients
@@ -64,7 +65,8 @@ class OnePass:
 @patch
 def _probe(self: OnePass, u, state):
     "A few numbers for the bucket's weights, gradient and states: only their types matter."
-    dtypes = [v.dtype for v in state.values() if is_per_element(v, u.master)]
+    vectors = {k: v for k, v in state.items() if is_per_element(v, u.master)}
+    dtypes = [u.master.dtype if k in self.state_dtype else v.dtype for k, v in vectors.items()]
     if u.probe is None or [t.dtype for t in u.probe[2:]] != dtypes:
         p = torch.nn.Parameter(torch.ones(3, dtype=u.master.dtype))
         vectors = [torch.ones(3, dtype=dtype) for dtype in dtypes]
@@ -92,6 +94,7 @@ class _Plan(NamedTuple):
     results: dict[Any, Ref]  # by the names of its states that are vectors: what they become
     state: dict  # as it will be; vectors that it has now are written in place
     inputs: list  # the names of the vectors that it has now, in the order of the update's inputs
+    codecs: dict[Any, Codec]  # by the names of these states: how they lie in memory
 
     def by_position(self):
         "What each input becomes, by its number."
@@ -100,7 +103,7 @@ class _Plan(NamedTuple):
 
     def stored(self, k, part):
         "How a part of the state `k` lies in memory."
-        return Stored(PLAIN, (self.state[k][part],))
+        return Stored(self.codecs[k], (self.state[k][part],))
 
     def makes_vectors(self):
         "Whether it makes a state, as the first step of most optimizers does."
@@ -114,7 +117,7 @@ class _Plan(NamedTuple):
 @patch
 def _plan(self: OnePass, u, recorder, i, new, old):
     "The update, what its results are, and the state as it will be."
-    state, results = {}, {}
+    state, results, codecs = {}, {}, {}
     for k, v in new.items():
         ref = recorder.ref(v)
         if ref is None:
@@ -123,10 +126,16 @@ def _plan(self: OnePass, u, recorder, i, new, old):
             state[k] = v
             continue
         results[k] = ref
-        dtype = old[k].dtype if k in old else v.dtype
+        dtype = old[k].dtype if k in old else self._kept_in(k, v)
         state[k] = old[k] if k in old else torch.empty_like(u.master.detach(), dtype=dtype)
+        codecs[k] = HALF if k in self.state_dtype and dtype != v.dtype else PLAIN
     inputs = [k for k, v in old.items() if is_per_element(v, u.master)]
-    return _Plan(recorder.updates[i], recorder.ref(u.probe[0]), results, state, inputs)
+    return _Plan(recorder.updates[i], recorder.ref(u.probe[0]), results, state, inputs, codecs)
+
+
+@patch
+def _kept_in(self: OnePass, k, v):
+    return self.state_dtype.get(k, v.dtype) if v.dtype == torch.float32 else v.dtype
 
 # %% ../../nbs/engine/12_onepass.ipynb #39927be8
 @patch

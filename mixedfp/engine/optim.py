@@ -7,6 +7,7 @@ __all__ = ['OptimizerOnMasters', 'HeldMasters', 'single_use_params']
 
 # %% ../../nbs/engine/17_optim.ipynb #31a17635
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cast import to_float
+from .codec import check_state_dtype
 from .elementwise import check_elementwise
 from .exchange import Lent, ParamExchange, WeightWatch, copies, is_large
 from .flat import as_own_storage
@@ -27,6 +29,7 @@ from mixedfp.engine.optim_access import (
     core_of,
     hyper_names,
     param_lists,
+    passes_by_itself,
     save_lists,
     set_lists,
     step_copy,
@@ -62,10 +65,12 @@ class OptimizerOnMasters:
         layers: LayerwiseGradientScaler | None = None,  # the same
         every: bool = False,  # hold masters of parameters without a gradient, too
         compiled: bool | None = None,  # flat: how large vectors are stepped, see `OnePass`
+        state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits
         iteration: Iteration | None = None,  # that is under way: of the optimizer before this
     ):
+        state_dtype = check_state_dtype(state_dtype, masters.flat)
         if masters.flat:
-            check_elementwise(opt, next(iter(masters.master)).device)
+            check_elementwise(opt, next(iter(masters.master)).device, state_dtype)
         core = core_of(opt)
         if masters.cuts and "slow_weights" in vars(opt):
             raise MixedPrecisionError(
@@ -75,12 +80,13 @@ class OptimizerOnMasters:
         for p, s in core.state.items():  # made when `opt` was, over 16-bit parameters
             if isinstance(s, dict):  # some keep numbers of their own beside the parameters'
                 core.state[p] = {k: to_float(v) for k, v in s.items()}
-        exchange = ParamExchange(opt, masters, every)
+        exchange = ParamExchange(opt, masters, every, state_dtype)
         vars(self).update(
             exchange=exchange,  # who has which parameters
             watch=WeightWatch(),  # who else has written weights
             grads=GradStore(exchange, iteration),  # where gradients are
-            one_pass=OnePass(compiled) if masters.flat else None,  # how large vectors are stepped
+            # how large vectors are stepped
+            one_pass=OnePass(compiled, state_dtype) if masters.flat else None,
             masters=masters,
             held=HeldMasters(self),  # what the scaler sees
             scaler=scaler,
@@ -190,6 +196,7 @@ def reclaim(self: OptimizerOnMasters) -> Any:  # the optimizer
 def detach(self: OptimizerOnMasters) -> None:
     "Leave the optimizer to the model, each state in a storage of its own."
     core = core_of(self.reclaim())
+    self.exchange.widen_states()
     core.state = defaultdict(dict, map_tensors(as_own_storage, dict(core.state)))
 
 
@@ -314,11 +321,8 @@ def _may_pass(self: OptimizerOnMasters):
     if not isinstance(core, torch.optim.Optimizer):
         return True
     hooks = [hook for hook in step_hooks(core) if not hasattr(hook, "is_guard")]
-    special = "capturable", "differentiable"
-    if any(u.master.device.type != "cpu" for u in lent.large):
-        special += ("fused",)  # a pass of its own, that leaves its step counts on the device
-    on_device = any(group.get(k) for group in core.param_groups for k in special)
-    return not (hooks or on_device or "found_inf" in vars(core))
+    on_device = any(u.master.device.type != "cpu" for u in lent.large)
+    return not (hooks or passes_by_itself(core, on_device) or "found_inf" in vars(core))
 
 # %% ../../nbs/engine/17_optim.ipynb #50e0c6ab
 @patch
@@ -357,7 +361,7 @@ def step_as_seen(self: OptimizerOnMasters, *args: Any) -> Any:
         self.grads.materialize()  # a hook has come since, or a closure
         if self._has_overflowed():
             return None
-        with self._whole():
+        with self._whole(), self.exchange.full_states():
             return self.opt.step(*args)
     finally:
         self.grads.end_step()
@@ -454,7 +458,8 @@ def _step_rest(self: OptimizerOnMasters, large):
         return None
     set_lists(core, rest)
     try:
-        return self.opt.step()
+        with self.exchange.full_states(done):
+            return self.opt.step()
     finally:
         set_lists(core, lists)
 
@@ -520,7 +525,9 @@ def zero_grad(
 @patch
 def state_dict(self: OptimizerOnMasters) -> dict:
     "The optimizer's state per model parameter, the loss scale's, the layer scales', the pass's."
-    state = map_tensors(as_own_storage, self.reclaim().state_dict())
+    self.reclaim()
+    with self.exchange.full_states():
+        state = map_tensors(as_own_storage, self.opt.state_dict())
     if self.layers is not None:
         state = {**state, "layer_scales": self.layers.state_dict()}
     if self.one_pass is not None and self.one_pass.payback.chunked:
@@ -561,6 +568,7 @@ def load_state_dict(
             vars(o).update(attrs)
         set_lists(core, lists)
         raise
+    self.exchange.round_states()
     if scale and self.scaler is not None:
         self.scaler.load_state_dict(scale)
     if self.one_pass is not None:

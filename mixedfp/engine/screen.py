@@ -56,12 +56,18 @@ def _bytes(masters, opt):
     pairs = masters.master.items()
     n = sum(p.numel() for p, _ in pairs) or 1
     weights = sum(p.numel() * p.itemsize for p, _ in pairs)
-    own = sum(m.numel() * m.itemsize for p, m in pairs if m.data_ptr() != p.data_ptr())
+    own = sum(_own_bytes(masters, p, m) for p, m in pairs if m.data_ptr() != p.data_ptr())
     states = [] if opt is None else core_of(opt.opt).state.values()
     tensors = [v for s in states for v in s.values() if isinstance(v, Tensor) and v.numel() > 1]
     state = sum(v.numel() * v.itemsize for v in tensors)
     found = dict(weights=weights, masters=own, state=state)
     return {k: v / n for k, v in found.items() if v}
+
+
+def _own_bytes(masters, p, master):
+    "What lies beside the weight: its remainder, or a master."
+    cut = masters._remainders(p)
+    return p.numel() * (master.itemsize if cut is None or cut.is_whole else 2)
 
 
 def _why_passed(one_pass, device_type):
@@ -103,6 +109,8 @@ def screen(
     if layers is not None:
         rows.append(("layers", f"{len(layers.layer_scales)} with scales of their own"))
     if opt is not None:
+        for name, dtype in opt.exchange.state_dtype.items():
+            rows.append(("in 16 bits", f"{name} between steps, {str(dtype)[6:]}: state_dtype"))
         for way, n in opt.update_paths().items():
             rows.append(("updates", f"{n:,} {way}: {_why(way, masters, opt)}"))
     names = ["" if i and rows[i - 1][0] == name else name for i, (name, _) in enumerate(rows)]
