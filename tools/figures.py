@@ -155,8 +155,12 @@ def problems(nb: nbformat.NotebookNode) -> Iterator[str]:
 
 
 def main() -> int:
-    """Check the README and the lessons, or the notebooks that are named."""
-    pages = [p for p in all_notebooks() if p.name == "index.ipynb" or p.parent.name == "tutorials"]
+    """Check the README, lessons and guides, or the notebooks that are named."""
+    pages = [
+        p
+        for p in all_notebooks()
+        if p.name == "index.ipynb" or p.parent.name in ("tutorials", "guides")
+    ]
     bad = 0
     for path in [Path(name) for name in sys.argv[1:]] or pages:
         for problem in problems(nbformat.read(path, as_version=4)):
