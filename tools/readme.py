@@ -18,6 +18,7 @@ from notebooks import ROOT, directives, without_directives
 PICTURES = "index_files"
 # What a page on GitHub shows best, first.
 PRIORITY = ["text/markdown", "image/png", "image/jpeg", "image/svg+xml", "text/html", "text/plain"]
+NOT_SHOWN = "# not shown"
 HIDDEN = {"hide", "include: false", "include:false"}
 
 
@@ -35,7 +36,7 @@ def without_code(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
     texts = [o.data["text/markdown"] for o in cell.outputs if "text/markdown" in o.get("data", {})]
     if texts:
         return nbformat.v4.new_markdown_cell("\n\n".join(map("".join, texts)))
-    cell["transient"] = {"remove_source": True}  # nbconvert's own mark: pictures stay
+    cell.source = NOT_SHOWN  # its picture stays
     return cell
 
 
@@ -57,6 +58,7 @@ def render(path: Path) -> dict[str, bytes]:
     text, resources = exporter.from_notebook_node(nb, resources)
     # fastai's and pandas' tables bring a style sheet, which GitHub would show as text
     text = re.sub(r"\s*<style.*?</style>", "", text, flags=re.DOTALL)
+    text = text.replace(f"```python\n{NOT_SHOWN}\n```", "")
     text = re.sub(r"^[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
     note = f"<!-- Written by tools/readme.py from {path.name}: edit that, then `make readme`. -->"
