@@ -116,6 +116,7 @@ lint: .venv/.dev
 	ruff check nbs mixedfp index.ipynb tests tools
 	python tools/check_layers.py
 	python tools/check_tests.py
+	python tools/figures.py
 
 types: .venv/.dev
 	pyright

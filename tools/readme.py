@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import nbformat
+from figures import MARK
 from nbconvert import MarkdownExporter
 from notebooks import ROOT, directives, without_directives
 
 PICTURES = "index_files"
 # What a page on GitHub shows best, first.
 PRIORITY = ["text/markdown", "image/png", "image/jpeg", "image/svg+xml", "text/html", "text/plain"]
+NOT_SHOWN = "# not shown"
 HIDDEN = {"hide", "include: false", "include:false"}
 
 
@@ -28,17 +30,23 @@ def shown(cell: nbformat.NotebookNode) -> bool:
 
 
 def without_code(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Give a cell that is not to be echoed as the markdown it puts out, any other as it is."""
+    """Give a cell that is not to be echoed as what it puts out, any other as it is."""
     if cell.cell_type != "code" or "echo: false" not in directives(cell.source):
         return cell
     texts = [o.data["text/markdown"] for o in cell.outputs if "text/markdown" in o.get("data", {})]
-    return nbformat.v4.new_markdown_cell("\n\n".join(map("".join, texts)))
+    if texts:
+        return nbformat.v4.new_markdown_cell("\n\n".join(map("".join, texts)))
+    cell.source = NOT_SHOWN  # its picture stays
+    return cell
 
 
 def render(path: Path) -> dict[str, bytes]:
     """Give the content of each file, by its name, that the notebook at `path` makes."""
     nb = nbformat.read(path, as_version=4)
     nb.cells = [without_code(cell) for cell in nb.cells if shown(cell)]
+    for cell in nb.cells:
+        if cell.cell_type == "markdown":
+            cell.source = MARK.sub("", cell.source)
     nb.metadata.language_info = {"name": "python"}  # which nbdev_clean takes out
     for cell in nb.cells:
         if cell.cell_type == "code":
@@ -50,6 +58,7 @@ def render(path: Path) -> dict[str, bytes]:
     text, resources = exporter.from_notebook_node(nb, resources)
     # fastai's and pandas' tables bring a style sheet, which GitHub would show as text
     text = re.sub(r"\s*<style.*?</style>", "", text, flags=re.DOTALL)
+    text = text.replace(f"```python\n{NOT_SHOWN}\n```", "")
     text = re.sub(r"^[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
     note = f"<!-- Written by tools/readme.py from {path.name}: edit that, then `make readme`. -->"

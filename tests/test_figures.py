@@ -1,0 +1,44 @@
+"""The check that figures in prose are those that were measured."""
+
+import nbformat
+import pytest
+from figures import problems
+
+
+def page(prose, output="bf16: loss 0.405, accuracy 84.4%\n"):
+    """Make a notebook of a sentence and an output."""
+    shown = nbformat.v4.new_output("stream", text=output)
+    cell = nbformat.v4.new_code_cell("...", outputs=[shown])
+    return nbformat.v4.new_notebook(cells=[cell, nbformat.v4.new_markdown_cell(prose)])
+
+
+@pytest.mark.parametrize(
+    "prose",
+    [
+        "a loss of 0.41<!--= printed bf16: loss -->",
+        "it is right for 84%<!--= printed bf16: loss --> of the pictures",
+        "half, 50 %<!--= set -->, of 3 networks",
+        "with `n=3 times`, $2 %$, and\n\n    python it.py  # 20 MB\n",
+        "no more than 1.1 times<!--= whole fp32 speed max --> as fast".replace("1.1", "1.0"),
+    ],
+)
+def test_a_right_figure_passes(prose):
+    assert list(problems(page(prose))) == []
+
+
+@pytest.mark.parametrize(
+    "prose, what",
+    [
+        ("a loss of 0.42<!--= printed bf16: loss -->", "[0.405, 0.844]"),
+        ("it is right for 80 %<!--= printed bf16: loss -->", "[40.5, 84.4]"),
+        ("twice, 2.0 times<!--= whole fp32 speed --> as fast", "whole fp32 speed is [1.0]"),
+        ("1<!--= whole no-such-way speed -->", "nothing is named"),
+        ("1<!--= guessed -->", "nothing is named"),
+        ("1<!--= printed nothing like this -->", "is []"),
+        ("trains 3.5 times as fast", "without a mark"),
+        ("saves 40 % of it", "without a mark"),
+    ],
+)
+def test_a_wrong_figure_is_named(prose, what):
+    (found,) = problems(page(prose))
+    assert what in found
