@@ -294,7 +294,7 @@ def before_fit(self: MixedPrecision) -> None:
                 f"this Learner has fastai's {type(cb).__name__}, too: remove one of the two, "
                 f"learn.remove_cb(learn.{cb.name}) or learn.to_fp32()"
             )
-    if self._is_searching() and self._has_other_ranks():
+    if "lr_finder" in vars(self.learn) and self._has_other_ranks():
         raise MixedPrecisionError(
             "lr_find would hang with several processes: each ends the search by its own loss, and "
             "only the first has written weights to go back to. Look for the rate in one process, "
