@@ -376,10 +376,11 @@ def scale(
 
 @patch
 def _send_during_backward(self: MixedStep, scaled):
-    it = self._get_attached()
-    is_last = self.requires_gradient_sync and it.ddp.require_backward_grad_sync is not False
-    if is_last:  # and not under `no_sync`
-        it.reducer.announce(scaled, it.masters.model.parameters())
+    reducer = self._get_attached().reducer
+    if reducer is None or not self.requires_gradient_sync:
+        return
+    if reducer.ddp.require_backward_grad_sync is not False:  # as under `no_sync`
+        reducer.announce(scaled, self.masters.model.parameters())
 
 
 @patch
@@ -397,8 +398,9 @@ def _is_exclusive(self: MixedStep):
 @patch
 def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip`
     "Take the gradients to the masters, unscale and check them. Sync: one number, if scaled."
-    if self.ddp is not None:
-        self._get_attached().reducer.average(self.masters.model.parameters())
+    reducer = self._get_attached().reducer
+    if reducer is not None:
+        reducer.average(self.masters.model.parameters())
     self.opt.finish_backward()
     if self.layers is not None and self.layers.is_scaling:
         self.layers.unscale()
