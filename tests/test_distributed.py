@@ -5,19 +5,20 @@ One pair of processes trains all the cases; the tests look at what it brings bac
 
 import os
 import traceback
+from typing import Any
 
 import inside
 import pytest
 import torch
-from accelerate.utils import DistributedDataParallelKwargs
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.distributed import DistributedDL
 from ranks import on_two_ranks
 from tiny import Do, Sometimes, conv_net, make_dls, make_learner, opt_state, pictures, weights
 
 from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.testing import assert_same
+
+accelerate: Any = pytest.importorskip("accelerate")
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 LAYOUTS = dict(each=dict(), flat=dict(flat_master=True))
@@ -57,7 +58,7 @@ def train(rank, dtype=None, net=conv_net, ddp=None, n_acc=None, **settings):
     cbs += [] if n_acc is None else [GradientAccumulation(n_acc)]
     if fault and rank:
         cbs.append(Do("before_batch", overflow, at=1, order=5))
-    kwargs = DistributedDataParallelKwargs(bucket_cap_mb=0.0002, **(ddp or {}))
+    kwargs = accelerate.DistributedDataParallelKwargs(bucket_cap_mb=0.0002, **(ddp or {}))
     with inside.note_messages(sent, is_after):
         with learn.distrib_ctx(sync_bn=False, cpu=True, kwargs_handlers=[kwargs]):
             learn.fit(2, 0.02, cbs=cbs)
@@ -78,6 +79,8 @@ def overflow(learn):
 
 def train_all(rank):
     """Train all cases; where one fails, its place holds what was raised."""
+    from fastai.distributed import DistributedDL  # which needs accelerate
+
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="1")
     DistributedDL._broadcast = broadcast
