@@ -20,10 +20,13 @@ import torch
 from fastai.callback.core import Callback, CancelFitException, CancelStepException
 from fastai.callback.fp16 import MixedPrecision as AutocastMixedPrecision
 from fastai.callback.fp16 import NonNativeMixedPrecision
+from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner
-from fastai.torch_core import get_random_states, set_random_states
+from fastai.torch_core import find_bs, get_random_states, set_random_states
 from fastcore.basics import patch, patch_to
 from fastcore.meta import delegates
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from .engine.torch_private import at_end_of_backward, forward_hooks, remove_hooks
 from .formats import MixedPrecisionError
@@ -33,7 +36,13 @@ from .overflow import find_overflow as find_in_batch
 from .report import PrecisionReport
 from .report import precision_report as report_of
 from .scaler import LossScaler
-from .step import MixedStep, check_free, same_random_state
+from mixedfp.step import (
+    MixedStep,
+    check_free,
+    install_forward,
+    remove_forward,
+    same_random_state,
+)
 
 # %% ../nbs/10_callback.ipynb #4d08b21a
 class MixedPrecision(Callback):
@@ -72,6 +81,8 @@ class MixedPrecision(Callback):
         heal: bool | int = False,  # do what helps after so many skips in a row; True: after 5
         # flat: the optimizer's states that are kept in 16 bits between steps, by name; lossy
         state_dtype: Mapping[str, torch.dtype] | None = None,
+        # several processes: gradients are sent in it, default in 32 bits
+        reduce_dtype: torch.dtype | None = None,
     ):
         first = _first_scale(loss_scale, init_scale)
         is_scaling = check_flag("enabled", enabled) and dtype == torch.float16
@@ -89,8 +100,10 @@ class MixedPrecision(Callback):
             store_param_remainders,
             skip_nonfinite,
             state_dtype,
+            reduce_dtype,
         )
-        self._last_loss, self._was_finite = None, True  # of the batch before, detached
+        # of the batch before: loss, detached, and whether it was finite; a GAN has two in turns
+        self._last_loss: dict[bool | None, tuple] = {}
         # how many skips in a row are waited for; how many there are; what was done about them
         self.heal_after = 5 if heal is True else check_steps("heal", heal) if heal else 0
         self._n_skips, self.healed = 0, []
@@ -203,10 +216,10 @@ def _make_opt(learn):
 # %% ../nbs/10_callback.ipynb #d531ba88
 @patch
 def _attach(self: MixedPrecision):
-    if "gan_trainer" in vars(self.learn) and self.mixed.dtype != torch.float32:
+    if self._is_gan() and self.mixed.layer_scales is not None:
         raise MixedPrecisionError(
             "the loss of a GANLearner calls generator and critic by itself, outside of the "
-            "model's forward pass, where nothing casts their inputs: train it in 32 bits"
+            "model's forward pass: scales of layers are not to be had there"
         )
     is_new = not self.mixed.is_attached
     others = [cb for cb in self.learn.cbs if cb is not self]
@@ -214,6 +227,7 @@ def _attach(self: MixedPrecision):
         check_free(self.model)
     try:
         self.mixed.attach(self.model)
+        self._cast_nets_of_gan()
         self._hold()
         if is_new and self.mixed.flat_master and self.learn.opt is None:
             self.mixed.preview(self._make_probe)  # what cannot be flat is said now
@@ -234,6 +248,8 @@ def _detach(self: MixedPrecision):
     for m in self.learn.model.modules():  # the model may be inside of another one by now
         remove_hooks(m, lambda h: isinstance(h, _OneLearner) and h.cb() in (self, None))
     if self.mixed.is_attached:
+        for net in self._nets_of_gan():
+            remove_forward(net)
         self.mixed.detach()
         self._reset_states()
 
@@ -250,6 +266,24 @@ def after_create(self: MixedPrecision) -> None:
     "Put the model into 16 bits."
     self._attach()
 
+# %% ../nbs/10_callback.ipynb #093df4d7
+@patch
+def _is_gan(self: MixedPrecision):
+    return "gan_trainer" in vars(self.learn)
+
+
+@patch
+def _nets_of_gan(self: MixedPrecision) -> list:
+    gan: Any = self.mixed.masters.model
+    return [gan.generator, gan.critic] if hasattr(gan, "gen_mode") else []  # a GANModule
+
+
+@patch
+def _cast_nets_of_gan(self: MixedPrecision):
+    for net in self._nets_of_gan():
+        remove_forward(net)  # which knows what the net needed before
+        install_forward(net, self.mixed.dtype, self.mixed.native)
+
 # %% ../nbs/10_callback.ipynb #20155bda
 _OTHERS = (AutocastMixedPrecision, NonNativeMixedPrecision)  # of fastai
 
@@ -263,8 +297,23 @@ def before_fit(self: MixedPrecision) -> None:
                 f"this Learner has fastai's {type(cb).__name__}, too: remove one of the two, "
                 f"learn.remove_cb(learn.{cb.name}) or learn.to_fp32()"
             )
+    if "lr_finder" in vars(self.learn) and self._has_other_ranks():
+        raise MixedPrecisionError(
+            "lr_find would hang with several processes: each ends the search by its own loss, and "
+            "only the first has written weights to go back to. Look for the rate in one process, "
+            "outside of distrib_ctx"
+        )
     self._attach()
-    self._last_loss, self._was_finite = None, True
+    self._last_loss = {}
+
+
+@patch
+def _has_other_ranks(self: MixedPrecision):
+    "Whether the model is shared, or about to be, with other processes."
+    is_shared = isinstance(self.model, DistributedDataParallel)
+    if not (is_shared or "distributed_trainer" in vars(self.learn)):
+        return False
+    return distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 @patch
@@ -282,6 +331,8 @@ def before_batch(self: MixedPrecision) -> None:
         self._hold()
     if self.training:
         self.mixed.opt.expect_steps(self._n_left())
+        if self._is_gan() and self.learn.gan_trainer.clip is not None:
+            self.mixed.masters.sync_from_model()  # it clips `p.data`, which nobody counts
     if self._suspect is not None and self.training:
         self._random_state = random_state(next(self.model.parameters()).device)
     self.learn.xb = self.mixed.cast(self.xb, self.training)
@@ -329,11 +380,20 @@ def before_backward(self: MixedPrecision) -> None:
     "Scale the loss."
     self.mixed.exclusive = not self._is_watched()
     self.mixed.masters.expect_grads()
+    if self.mixed.ddp is not None:
+        self.mixed.requires_gradient_sync = self._is_last_part()
     self.learn.loss_grad = self.mixed.scale(self.loss_grad)
     if not self.mixed.exclusive and self.learn.loss_grad.requires_grad:
         # weak: autograd would never let go of it
         me: Any = weakref.WeakMethod(self._after_this_backward)
         self.learn.loss_grad.register_hook(lambda grad: me()(grad))
+
+
+@patch
+def _is_last_part(self: MixedPrecision):
+    "Whether a step follows, as far as fastai's own accumulation says."
+    adds = [cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)]
+    return all(cb.count + find_bs(self.yb) >= cb.n_acc for cb in adds)
 
 
 @patch
@@ -354,10 +414,11 @@ def after_backward(self: MixedPrecision) -> None:
 @patch
 def _pass_over_overflow(self: MixedPrecision):
     loss, is_finite = self.loss.detach(), self.loss.detach().isfinite()
-    if self._last_loss is not None and self._last_loss.shape == loss.shape:
-        is_shown = is_finite | ~self._was_finite
-        self.learn.loss = torch.where(is_shown, loss, self._last_loss)
-    self._last_loss, self._was_finite = self.loss.detach(), is_finite
+    of_net = self.model.gen_mode if self._is_gan() else None
+    last, was_finite = self._last_loss.get(of_net, (None, True))
+    if last is not None and last.shape == loss.shape:
+        self.learn.loss = torch.where(is_finite | ~was_finite, loss, last)
+    self._last_loss[of_net] = self.loss.detach(), is_finite
 
 
 @patch
@@ -410,6 +471,7 @@ def after_fit(self: MixedPrecision) -> None:
     "From here on gradients come in 32 bits, whoever calls `backward`."
     if self.mixed.is_attached:
         self.mixed.masters.expect_grads()
+        self.mixed.stop_listening()
 
 # %% ../nbs/10_callback.ipynb #8d4ed29e
 class _Suspect(NamedTuple):

@@ -33,13 +33,8 @@ from .engine.gradients import Iteration, Stage
 from .engine.masters import MasterParams
 from .engine.optim import OptimizerOnMasters
 from .engine.optim_access import core_of, param_lists
-from mixedfp.engine.ranks import (
-    average_over_ranks,
-    renew_reducer,
-    start_averaging,
-    stop_averaging,
-    take_from_first,
-)
+from .engine.ranks import renew_reducer, start_averaging, stop_averaging, take_from_first
+from .engine.reducer import GradReducer
 from .engine.screen import screen
 from .engine.torch_private import uncompiled
 from .formats import MixedPrecisionError
@@ -61,6 +56,7 @@ class Attached:
     forward: HalfForward | None = None  # where the model's own forward pass needs help
     ddp: DistributedDataParallel | None = None  # where it is trained through one
     ddp_hook: RemovableHandle | None = None  # by which that still sends its buffers
+    reducer: GradReducer | None = None  # which averages gradients in place of `ddp`
     opt: OptimizerOnMasters | None = None  # from `wrap_optimizer` on
 
 # %% ../nbs/06_step.ipynb #ed217296
@@ -87,8 +83,13 @@ class MixedStep:
         # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
         skip_nonfinite: bool | None = None,
         state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits, lossy
+        # several processes: gradients are sent in it, default in 32 bits
+        reduce_dtype: torch.dtype | None = None,
     ):
         self.dtype = check_dtype(dtype)
+        self.reduce_dtype = None if reduce_dtype is None else check_dtype(reduce_dtype)
+        # several processes: send while the next backward pass runs; not where another one follows
+        self.requires_gradient_sync = True
         self.flat_master = check_flag("flat_master", flat_master)
         self.native = check_flag("native", native)
         self.layer_scales = _check_layer_scales(layer_scales)
@@ -242,9 +243,10 @@ def _share_with(self: MixedStep, it, ddp):
     "Leave to `ddp` all but the averaging: it would average before gradients are in 32 bits."
     if it.ddp is not None:
         start_averaging(it.ddp, it.ddp_hook)
-        it.ddp_hook = None
+        it.reducer.remove()
+        it.ddp_hook = it.reducer = None
     if ddp is not None:
-        it.ddp_hook = stop_averaging(ddp)
+        it.ddp_hook, it.reducer = stop_averaging(ddp), GradReducer(ddp, self.reduce_dtype)
         with it.masters.unfolded():
             take_from_first(it.masters.master.values(), ddp.process_group)
             it.masters.master_to_model()
@@ -370,7 +372,25 @@ def scale(
     scaled: Any = self.scaler.scale(loss)
     self.opt.begin_backward(loss, self.scaler.used_scale, self._is_exclusive())
     self.loss = loss
+    if self.ddp is not None:
+        self._send_during_backward(scaled)
     return scaled
+
+
+@patch
+def _send_during_backward(self: MixedStep, scaled):
+    reducer = self._get_attached().reducer
+    if reducer is None or not self.requires_gradient_sync:
+        return
+    if reducer.ddp.require_backward_grad_sync is not False:  # as under `no_sync`
+        reducer.announce(scaled, self.masters.model.parameters())
+
+
+@patch
+def stop_listening(self: MixedStep) -> None:
+    "After a fit: several processes leave no hook on the parameters."
+    if self._attached is not None and self._attached.reducer is not None:
+        self._attached.reducer.remove()
 
 
 @patch
@@ -381,8 +401,9 @@ def _is_exclusive(self: MixedStep):
 @patch
 def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip`
     "Take the gradients to the masters, unscale and check them. Sync: one number, if scaled."
-    if self.ddp is not None:
-        average_over_ranks(self.masters.model.parameters(), self.ddp.process_group)
+    reducer = self._get_attached().reducer
+    if reducer is not None:
+        reducer.average(self.masters.model.parameters())
     self.opt.finish_backward()
     if self.layers is not None and self.layers.is_scaling:
         self.layers.unscale()

@@ -7,11 +7,12 @@ it. What needs fastai is imported in the function that uses it.
 
 import inspect
 import sys
+from contextlib import contextmanager
 
 import torch
 
 from mixedfp.cast import stays_float
-from mixedfp.engine import payback, torch_private
+from mixedfp.engine import payback, ranks, reducer, torch_private
 from mixedfp.engine.codec import join, round_half_up, split
 from mixedfp.engine.elementwise import check_elementwise
 from mixedfp.engine.exchange import ParamExchange
@@ -512,3 +513,30 @@ def n_bytes(tensors):
     from mixedfp import compare
 
     return compare._n_bytes(tensors)
+
+
+# Several processes
+
+
+@contextmanager
+def note_messages(sent, is_after=False):
+    """Add dtype, size and "during" or "after" the backward pass of each message to `sent`.
+
+    `is_after`: no pass is announced, so all gradients are averaged after it.
+    """
+    own, announce = ranks.GradMessage, reducer.GradReducer.announce
+
+    class Noted(own):
+        def __init__(self, *args):
+            super().__init__(*args)
+            when = "during" if torch_private.backward_id() >= 0 else "after"
+            sent.append((self.message.dtype, self.message.numel(), when))
+
+    ranks.GradMessage = reducer.GradMessage = Noted
+    if is_after:
+        reducer.GradReducer.announce = lambda self, loss, params: None
+    try:
+        yield
+    finally:
+        ranks.GradMessage = reducer.GradMessage = own
+        reducer.GradReducer.announce = announce

@@ -3,11 +3,13 @@
 The laws at the top hold for each application; what only one of them has comes after.
 """
 
+import copy
 import random
 import warnings
 from dataclasses import dataclass
 from functools import cache, partial
 from io import BytesIO
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import inside
@@ -1055,22 +1057,73 @@ def bce(pred, target):
     return F.binary_cross_entropy_with_logits(pred, target)
 
 
-@pytest.mark.parametrize("kind", ["wgan", "from_learners"])
-@pytest.mark.parametrize("precision", ["fp16", "fp16_flat", "bf16", "bf16_flat"])
-def test_a_gan_is_refused_and_trains_on_in_32_bits(kind, precision, root):
-    """Its loss runs both nets outside of the model's forward pass; the refusal changes nothing."""
-    after = []
-    for refused in (False, True):
+@pytest.fixture(scope="module")
+def gans():
+    """Return a function that trains a GAN, each kind and precision once."""
+    return cache(train_gan)
+
+
+def train_gan(kind, precision):
+    """Train for two epochs; return what came of it, and the learner."""
+    with TemporaryDirectory() as root:
         seed()
         learn = gan(root, kind)
-        if refused:
-            before = weights(learn)
-            with pytest.raises(MixedPrecisionError, match="outside of the model's forward pass"):
-                PRECISIONS[precision](learn)
-            assert_same(weights(learn), before)
-            assert not any(isinstance(cb, MixedPrecision) for cb in learn.cbs)
-            assert not hasattr(learn, "mp_cb")
+        PRECISIONS[precision](learn)
         seed(1)
         learn.fit(2)
-        after.append((weights(learn), opt_state(learn), plain(learn.recorder.losses)))
-    assert_same(after[1], after[0])
+        pred = learn.get_preds(ds_idx=1)[0]
+        found = weights(learn), opt_state(learn), plain(learn.recorder.values), pred
+    return found, learn
+
+
+@pytest.mark.parametrize("kind", ["wgan", "from_learners"])
+@pytest.mark.parametrize("precision", [p for p in PRECISIONS if p != "plain"])
+def test_a_gan_trains(kind, precision, gans):
+    """Generator and critic in turns, each called from the loss as well; WGAN clips `p.data`."""
+    (expected, *_, losses, preds), _ = gans(kind, "plain")
+    found, learn = gans(kind, precision)
+    if "fp32" in precision:
+        assert_same(found, gans(kind, "plain")[0])
+        return
+    for k, w in found[0].items():
+        torch.testing.assert_close(w, expected[k], rtol=0.02, atol=2e-3)
+    torch.testing.assert_close(torch.tensor(found[2]), torch.tensor(losses), rtol=0.03, atol=2e-3)
+    torch.testing.assert_close(found[3], preds, rtol=0.02, atol=0.01)
+    if "flat" in precision:
+        assert_same(found[0], gans(kind, precision.removesuffix("_flat"))[0][0])
+    x = torch.randn(2, 4)
+    for net, inputs in ((learn.model.generator, x), (learn.model.critic, torch.randn(2, 3, 4, 4))):
+        assert net(inputs).dtype == torch.float32
+        assert copy.deepcopy(net)(inputs).dtype == torch.float32
+    learn.to_fp32()
+    assert_same(weights(learn), found[0])
+    assert all("forward" not in vars(m) for m in learn.model.modules())
+
+
+def test_a_gan_skips(root):
+    """A batch that overflows is no step of either net, and shows its own loss before it."""
+    seed()
+    learn = gan(root, "from_learners").to_fp16()
+    seen, steps = [], []
+
+    def overflow(learn):
+        steps.append(weights(learn))
+        learn.xb = (torch.full_like(learn.xb[0], torch.inf),)
+
+    def note(learn):
+        seen.append(float(learn.loss))
+        if len(seen) == 4:
+            steps.append(weights(learn))
+
+    learn.fit(2, cbs=[Do("before_batch", overflow, at=3, order=5), Do("after_batch", note)])
+    assert learn.mp_cb.skipped == [3]
+    assert seen[3] == seen[1] != seen[2]
+    assert_same(*steps)
+
+
+def test_a_gan_has_no_scales_of_layers(root):
+    """The loss calls the nets by themselves: it is refused, and nothing is changed."""
+    learn = gan(root, "wgan")
+    with pytest.raises(MixedPrecisionError, match="scales of layers are not to be had"):
+        learn.to_fp16(layer_scales="auto")
+    assert {p.dtype for p in learn.model.parameters()} == {torch.float32}

@@ -29,9 +29,9 @@ IDEAS = {"cast", "master", "scaler", "layerwise"}
 # each of these may import those before it
 ENGINE = [
     f"engine.{room}"
-    for room in """ranks codec full_state copies in_float32 autocast forward flat masters program
-    recorder optim_access elementwise payback onepass buffers exchange gradients optim
-    screen""".split()
+    for room in """ranks reducer codec full_state copies in_float32 autocast forward flat
+    masters program recorder optim_access elementwise payback onepass buffers exchange gradients
+    optim screen""".split()
 ]
 
 BELOW = {PRIVATE: set(), "sharded": set(), "formats": {PRIVATE}}
