@@ -48,7 +48,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or not report.passed:
         for name, value in report.user_properties:
             if name == "checks":
-                table, subject, law, *end = value
+                table, subject, law, *end = value  # pyright: ignore[reportGeneralTypeIssues]
                 found[table][subject, law].append((*end, report.outcome))
 
 
