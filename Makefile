@@ -88,7 +88,7 @@ BESIDE_CUDA := $(call whole,scaler skip layer_scales optimizer skorch callback)
 # A worker that is done takes what another one has not begun: files stay together until then, and
 # what the tests of a file share is made once.
 IN_TURN := pytest -q -n $(WORKERS) --dist worksteal
-PYTEST := $(IN_TURN) --callback-table=check
+PYTEST := $(IN_TURN) --tables=check
 ON_CUDA := PYTHONPATH=tests $(IN_TURN) -p simulated_cuda.plugin
 
 .PHONY: demo test test-latest test-oldest test-cuda test-gpu bench-gpu readme notebooks lint types clean
