@@ -57,7 +57,8 @@ class Names:
 
     def link(self, code: str, page: str) -> str:
         """Make a link of `code`, a name between backticks, where it has a page."""
-        name = re.sub(r"\(.*\)$", "", code.strip("`")).removeprefix("learn.")
+        name = re.sub(r"\(.*\)$", "", code.strip("`"))
+        name = f"Learner.{name[6:]}" if name.startswith("learn.") else name
         place = self.places.get(name)
         if code.startswith("```") or place is None or place.split("#")[0] == page:
             return code
@@ -106,7 +107,8 @@ def output(out: nbformat.NotebookNode, page: str, name: str) -> str:
         return data["text/markdown"] + "\n"
     if "text/html" in data:
         table = re.sub(r"<style.*?</style>", "", data["text/html"], flags=re.DOTALL)
-        return "<div class='output'>" + re.sub(r"\n\s*", "", table) + "</div>\n"
+        table = re.sub(r"\n\s*", "", table).replace(' border="1"', "")
+        return f"<div class='output'>{table}</div>\n"
     return fenced(data["text/plain"], "{ .text .output }") if "text/plain" in data else ""
 
 

@@ -4,6 +4,7 @@ What stands behind a parameter, `x: Tensor,  # (n,), float32`, is its descriptio
 """
 
 import ast
+import copy
 import inspect
 import io
 import re
@@ -130,9 +131,21 @@ def parameters(f: Function, comments: dict[int, str]) -> list[tuple[str, str, st
             rows.append((code(stars + arg.arg), code(kind), what))
     lines = range(last + 1, f.body[0].lineno)
     what = next((comments[line] for line in lines if line in comments), "")
-    if f.returns is not None and (what or text(f.returns) != "None"):
+    if f.returns and f.name != "__init__" and (what or text(f.returns) != "None"):
         rows.append(("*returns*", code(text(f.returns)), what))
     return rows
+
+
+def signature(f: Function, name: str, comments: dict[int, str]) -> str:
+    """Write a table of the parameters, or one line where none is described."""
+    rows = parameters(f, comments)
+    if any(what for _, _, what in rows):
+        return table(rows)
+    given = copy.deepcopy(f.args)
+    if given.args and given.args[0].arg in ("self", "cls"):
+        del given.args[0]
+    returns = f" -> {text(f.returns)}" if f.returns and f.name != "__init__" else ""
+    return code(f"{name}({text(given)}){returns}") + "\n"
 
 
 def heading(level: int, name: str, title: str, kind: str = "") -> str:
@@ -149,7 +162,8 @@ def function(f: Function, name: str, level: int, comments: dict[int, str]) -> It
     kind = f"property {code(text(f.returns))}" if is_property else kind
     yield heading(level, name, name, kind)
     yield docstring(f) + "\n"
-    yield table([] if is_property else parameters(f, comments))
+    if not is_property:
+        yield signature(f, f.name, comments)
 
 
 def fields(cls: ast.ClassDef, comments: dict[int, str]) -> list[tuple[str, str, str]]:
@@ -171,7 +185,7 @@ def class_(cls: ast.ClassDef, module: Module) -> Iterator[str]:
     own = [n for n in cls.body if isinstance(n, Function)] + module.patched.get(cls.name, [])
     for f in own:
         if f.name == "__init__":
-            yield table([row for row in parameters(f, module.comments) if row[0] != "*returns*"])
+            yield signature(f, cls.name, module.comments)
     yield table(fields(cls, module.comments))
     yield from methods(cls.name, own, module, 3)
 
