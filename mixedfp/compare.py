@@ -10,6 +10,7 @@ __all__ = ['OPTIMIZERS', 'DATA', 'MODELS', 'make_learner', 'bytes_per_parameter'
 import argparse
 import ctypes
 import gc
+import importlib
 import json
 import math
 import platform
@@ -318,7 +319,7 @@ def _get_model(model: str) -> Callable[[int], nn.Module]:
     if model in torchvision.models.list_models(module=torchvision.models):
         return lambda n_classes: torchvision.models.get_model(model, num_classes=n_classes)
     try:
-        import timm
+        timm = importlib.import_module("timm")  # need not be there
     except ImportError:
         timm = None
     if timm is not None and timm.is_model(model):
@@ -372,7 +373,7 @@ class _ThreeSteps(Callback):
 def _seconds_an_epoch(dls: DataLoaders, model: nn.Module, opt_func: Callable) -> float:
     """Estimate an epoch's time from steps in fp32; a validation step counts for a third."""
     steps = _ThreeSteps()
-    learn = Learner(dls, model, opt_func=opt_func, cbs=steps)
+    learn = make_learner("fp32", dls, model, opt_func=opt_func, cbs=steps)
     with learn.no_bar(), learn.no_logging():
         learn.fit(1, 1e-3)
     return min(steps.seconds) * (len(dls.train) + len(dls.valid) / 3)

@@ -83,7 +83,20 @@ def prose(text: str, page: str, notebook: Path, names: Names) -> str:
         target = (notebook.parent / match[1]).resolve()
         return f"]({relative(page_of(target), page)}{match[2] or ''})"
 
-    return re.sub(r"\]\((?!\w+:)([^)#]+\.ipynb)(#[^)]*)?\)", other_page, "".join(parts))
+    text = spaced_lists("".join(parts))
+    return re.sub(r"\]\((?!\w+:)([^)#]+\.ipynb)(#[^)]*)?\)", other_page, text)
+
+
+def spaced_lists(text: str) -> str:
+    """Put an empty line before each list, without which MkDocs sees none."""
+    out, in_code = [], False
+    for line in text.split("\n"):
+        in_code ^= line.lstrip().startswith("```")
+        item = re.match(r"[-*] |\d+\. ", line) and not in_code
+        if item and out and out[-1] and not re.match(r"[-*] |\d+\. |\s", out[-1]):
+            out.append("")
+        out.append(line)
+    return "\n".join(out)
 
 
 def fenced(text: str, kind: str) -> str:
