@@ -6,6 +6,8 @@
 # make test-gpu     on a machine with a GPU: tests of CUDA, and of learners whose data is there
 # make bench-gpu    on a machine with a GPU: 10 minutes, one JSON, a table to post
 # make readme       README.md from index.ipynb
+# make docs         the site, in _docs: lessons, pages of the modules, API reference
+# make test-docs    the same, and a look at every page in Chromium, where there is one
 # make notebooks    run every notebook and keep the outputs
 # make lint types   the quick checks; pyright
 # make clean        take away the environments and what was built
@@ -91,13 +93,16 @@ IN_TURN := pytest -q -n $(WORKERS) --dist worksteal
 PYTEST := $(IN_TURN) --tables=check
 ON_CUDA := PYTHONPATH=tests $(IN_TURN) -p simulated_cuda.plugin
 
-.PHONY: demo test test-latest test-oldest test-cuda test-gpu bench-gpu readme notebooks lint types clean
+.PHONY: demo test test-latest test-oldest test-cuda test-gpu test-docs bench-gpu readme docs notebooks \
+  lint types clean
 
 # A shell of our own choice: make then looks for programs on the path set here, in every version.
 SHELL := /bin/bash
 demo test test-cuda test-gpu bench-gpu readme notebooks lint types: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 test-latest: export PATH := $(CURDIR)/.venv-latest/bin:$(PATH)
 test-oldest: export PATH := $(CURDIR)/.venv-oldest/bin:$(PATH)
+docs test-docs: export PATH := $(CURDIR)/.venv-docs/bin:$(PATH)
+docs: export NO_MKDOCS_2_WARNING := 1
 
 # The developing environment can do all that the user's can.
 demo: $(if $(wildcard .venv/.dev),.venv/.dev,.venv/.user)
@@ -113,7 +118,7 @@ test: .venv/.dev
 	$(PYTEST) tests
 
 lint: .venv/.dev
-	ruff check nbs mixedfp index.ipynb tests tools
+	ruff check nbs mixedfp index.ipynb tests tools docs
 	python tools/check_layers.py
 	python tools/check_tests.py
 	python tools/figures.py
@@ -148,13 +153,21 @@ bench-gpu: .venv/.dev
 readme: .venv/.dev
 	python tools/readme.py
 
+docs: .venv-docs/.installed
+	python tools/pages.py
+	mkdocs build --quiet --config-file _proc/mkdocs.yml
+	@echo "the site is _docs/index.html"
+
+test-docs: docs
+	pytest -q -rs -p no:cacheprovider docs
+
 notebooks: .venv/.dev
 	python tools/run_notebooks.py --write
 	nbdev_clean
 	nbdev_clean --fname index.ipynb
 
 clean:
-	rm -rf .venv .venv-latest .venv-oldest build dist *.egg-info _proc _docs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-latest .venv-oldest .venv-docs build dist *.egg-info _proc _docs .pytest_cache .ruff_cache .hypothesis
 
 # What runs tests and notebooks where there is no nbdev.
 TESTERS := pytest pytest-xdist hypothesis nbconvert ipykernel nbformat
@@ -171,6 +184,9 @@ PIP := -m pip install -qq --no-compile
 
 .venv-oldest/bin/python:
 	$(PYTHON) -m venv .venv-oldest
+
+.venv-docs/bin/python:
+	$(PYTHON) -m venv .venv-docs
 
 .venv/.user: $(INSTALL_FROM) | .venv/bin/python
 	@echo "installing mixedfp into .venv: a few minutes the first time"
@@ -191,4 +207,9 @@ PIP := -m pip install -qq --no-compile
 .venv-oldest/.installed: $(INSTALL_FROM) | .venv-oldest/bin/python
 	@echo "installing PyTorch $(OLDEST) into .venv-oldest: a few minutes the first time"
 	.venv-oldest/bin/python $(PIP) -e '.[skorch]' 'torch==$(OLDEST).*' $(TESTERS)
+	@touch $@
+
+.venv-docs/.installed: docs/requirements.txt | .venv-docs/bin/python
+	@echo "installing what builds the site into .venv-docs: a minute the first time"
+	.venv-docs/bin/python $(PIP) -r docs/requirements.txt
 	@touch $@

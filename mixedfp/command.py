@@ -20,7 +20,9 @@ PRECISIONS = {
     "autocast-bf16": "float32 model, torch.autocast to bfloat16 around the forward pass",
     "bf16-pure": "bfloat16 model without masters: to see what the masters are for",
 }
-DEFAULT_PRECISIONS = ("fp32", "bf16", "bf16-flat", "bf16-pure", "fp16", "fp16-flat")
+DEFAULT_PRECISIONS = (
+    "fp32", "autocast-bf16", "bf16", "bf16-flat", "bf16-pure", "fp16", "fp16-flat"
+)
 MODEL_NAMES = ("darknet", "darknet-small", "xresnet18", "xresnet34", "xresnet50")
 OPTIMIZER_NAMES = ("sgd", "adam", "rmsprop")
 
@@ -31,8 +33,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mixedfp_compare",
         description="Train one model from one seed in several precisions, and compare.",
-        epilog=f"precisions:\n{names}\n\nexample: mixedfp_compare --data my/pictures "
-        "--precisions fp32,bf16-flat --epochs 2",
+        epilog=f"precisions:\n{names}\n\nexample: mixedfp_compare --data my/pictures --size 64 "
+        "--model resnet18 --precisions fp32,bf16-flat",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = "; default: %(default)s"
@@ -44,9 +46,15 @@ def _parser() -> argparse.ArgumentParser:
         default="photos",
         metavar="{photos,cifar10,FOLDER}",
         help="photos need no download; cifar10: from $CIFAR10_PATH, or downloaded; a folder with "
-        "train/<class> and valid/<class> (or test/<class>), scaled to 32×32" + default,
+        "train/<class> and valid/<class> (or test/<class>), or with <class> alone: a fifth of "
+        "the pictures is then for validation" + default,
     )
-    add("--model", default="darknet", choices=MODEL_NAMES, help="what is trained" + default)
+    add("--size", type=int, default=32, help="pixels, of a folder's pictures" + default)
+    add(
+        "--model",
+        default="darknet",
+        help=f"{', '.join(MODEL_NAMES)}, or a classifier of torchvision's or timm's" + default,
+    )
     add("--opt", default="sgd", choices=OPTIMIZER_NAMES, help="optimizer" + default)
     add("--epochs", type=int, default=3, help="the fastest counts for the time" + default)
     add("--bs", type=int, default=64, help="pictures a batch" + default)

@@ -10,6 +10,7 @@ __all__ = ['OPTIMIZERS', 'DATA', 'MODELS', 'make_learner', 'bytes_per_parameter'
 import argparse
 import ctypes
 import gc
+import importlib
 import json
 import math
 import platform
@@ -24,10 +25,12 @@ from typing import NoReturn, TextIO
 import fastai
 import pandas as pd
 import torch
+import torchvision
 from fastai.vision.all import (
     SGD,
     Adam,
     Callback,
+    CancelFitException,
     DataLoaders,
     Learner,
     RMSProp,
@@ -37,6 +40,7 @@ from fastai.vision.all import (
     xresnet34,
     xresnet50,
 )
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -296,14 +300,32 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {  # called with the number of c
 }
 
 
-def _get_loader(data: str) -> Callable[..., DataLoaders]:
+def _get_loader(data: str, size: int) -> Callable[..., DataLoaders]:
     """Return what loads `data`, a name or a folder, or raise."""
     if data in DATA:
+        if size != 32:
+            raise ValueError(f"size={size!r}: {data} has pictures of 32×32; a folder can be scaled")
         return DATA[data]
     if not Path(data).is_dir():
         raise ValueError(f"data={data!r}: expected one of {', '.join(DATA)}, or a folder that "
                          "holds train/<class> and valid/<class>")
-    return partial(picture_folder, data)
+    return partial(picture_folder, data, size=size)
+
+
+def _get_model(model: str) -> Callable[[int], nn.Module]:
+    """Return what makes `model`, of the first of the three places that has the name, or raise."""
+    if model in MODELS:
+        return MODELS[model]
+    if model in torchvision.models.list_models(module=torchvision.models):
+        return lambda n_classes: torchvision.models.get_model(model, num_classes=n_classes)
+    try:
+        timm = importlib.import_module("timm")  # need not be there
+    except ImportError:
+        timm = None
+    if timm is not None and timm.is_model(model):
+        return lambda n_classes: timm.create_model(model, num_classes=n_classes)
+    raise ValueError(f"model={model!r}: expected one of {', '.join(MODELS)}, or a classifier of "
+                     f"torchvision's or timm's{'' if timm else ', which is not installed'}")
 
 
 def _as_list(value) -> list:
@@ -330,11 +352,45 @@ def _check_device(device: str | torch.device | None) -> torch.device:
         have = "cpu" if found is None else f"cpu, {found.type}"
         raise ValueError(f"device={str(device)!r} cannot be used; this machine has {have}") from e
 
+# %% ../nbs/21_compare.ipynb #a79043e4
+class _ThreeSteps(Callback):
+    """Time three training steps, then end the fit."""
+
+    def before_fit(self):
+        self.seconds: list[float] = []
+
+    def before_batch(self):
+        _synchronize(self.dls.device)
+        self.start = time.perf_counter()
+
+    def after_batch(self):
+        _synchronize(self.dls.device)
+        self.seconds.append(time.perf_counter() - self.start)
+        if len(self.seconds) == 3:
+            raise CancelFitException
+
+
+def _seconds_an_epoch(dls: DataLoaders, model: nn.Module, opt_func: Callable) -> float:
+    """Estimate an epoch's time from steps in fp32; a validation step counts for a third."""
+    steps = _ThreeSteps()
+    learn = make_learner("fp32", dls, model, opt_func=opt_func, cbs=steps)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, 1e-3)
+    return min(steps.seconds) * (len(dls.train) + len(dls.valid) / 3)
+
+
+def _in_words(seconds: float) -> str:
+    """Return a time with the unit that suits it."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"about {seconds / size:.0f} {unit}"
+    return f"about {seconds:.0f} seconds" if seconds >= 10 else "a few seconds"
+
 # %% ../nbs/21_compare.ipynb #125627a1
 def compare(
     precisions: Sequence[str] = DEFAULT_PRECISIONS,  # some of `PRECISIONS`; fp32 gives the ratios
     data: str = "photos",  # "photos", which needs no download; "cifar10"; or a `picture_folder`
-    model: str = "darknet",  # one of `MODELS`
+    model: str = "darknet",  # one of `MODELS`, or a classifier of torchvision's or timm's
     opt: str = "sgd",  # one of `OPTIMIZERS`; sgd: the one that needs masters most
     epochs: int = 3,  # > 0; the fastest counts for the time, so more than one
     bs: int = 64,  # pictures a batch, > 0
@@ -343,19 +399,22 @@ def compare(
     n_valid: int | None = 500,  # validation pictures; None: all
     device: str | torch.device | None = None,  # None: a GPU if there is one
     seeds: Sequence[int] = (42,),  # one run a precision for each
+    size: int = 32,  # pixels of the pictures of a folder
     show: Callable[[str], object] = _be_silent,  # takes a line an epoch, such as `print`
 ) -> list[Result]:  # in the order of the seeds, then of `precisions`
     """Train the same model on the same pictures once for each precision and seed.
 
-    Raises: ValueError, before any training, for a name, number or device that makes no sense;
-    FileNotFoundError if `data` is "cifar10" and there is none.
+    `show` is first given an estimate of the time, from three steps in fp32.
+
+    Raises: ValueError, before the first run, for a name, number or device that makes no sense, or
+    a model that cannot be trained on such pictures; FileNotFoundError if `data` is "cifar10" and
+    there is none.
     """
     precisions, seeds = _as_list(precisions), _as_list(seeds)
     for precision in precisions:
         _check_choice("precision", precision, PRECISIONS)
     _check_distinct(precisions=precisions, seeds=seeds)
-    load = _get_loader(data)
-    _check_choice("model", model, MODELS)
+    load, get_model = _get_loader(data, size), _get_model(model)
     _check_choice("opt", opt, OPTIMIZERS)
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise ValueError(f"epochs={epochs!r}: expected an integer > 0")
@@ -366,8 +425,16 @@ def compare(
     def get_dls(seed: int) -> DataLoaders:
         return load(bs=bs, n_train=n_train, n_valid=n_valid, device=device, seed=seed)
 
-    get_dls(seeds[0])  # what is wrong with the data is said now
-    return [train_once(precision, get_dls, MODELS[model], opt, epochs, lr, seed, show)
+    dls = get_dls(seeds[0])  # what is wrong with the data, then with the model, is said now
+    try:
+        seconds = _seconds_an_epoch(dls, get_model(dls.c), OPTIMIZERS[opt])
+    except Exception as e:  # whatever the model raises
+        raise ValueError(f"model={model!r} cannot be trained on pictures of {size}×{size}: {e}"
+                         ) from e
+    n_runs = len(seeds) * len(precisions)
+    show(f"{n_runs} runs of {epochs} epochs: {_in_words(n_runs * epochs * seconds)}, if all are as "
+         "fast as three steps in fp32 were just now")
+    return [train_once(precision, get_dls, get_model, opt, epochs, lr, seed, show)
             for seed in seeds for precision in precisions]
 
 # %% ../nbs/21_compare.ipynb #ffcf13e0
@@ -440,31 +507,37 @@ def _smooth(values: list[float], window: int) -> list[float]:
 def plot_results(
     results: list[Result],  # of `compare`
     title: str = "",  # above the picture
-) -> Figure:  # two plots: the loss, and the loss scale, of each step
-    """Draw the training loss and the loss scale of every run."""
-    if not results:
-        raise ValueError("results=[]: expected what `compare` returns, at least one Result")
-    fig = Figure(figsize=(7, 2.8), layout="constrained")
-    ax_loss, ax_scale = fig.subplots(1, 2)
-    names = list(dict.fromkeys(r.precision for r in results))
+) -> Figure:  # three plots: the loss of each step, seconds an epoch, memory
+    """Draw the training loss of every run, and time and memory of each precision."""
+    table = results_table(results)
+    names = list(table.index)
+    fig = Figure(figsize=(9, 2 + 0.15 * len(names)), layout="constrained")
+    ax_loss, ax_time, ax_memory = fig.subplots(1, 3, width_ratios=(2, 1, 1))
     seeds = list(dict.fromkeys(r.seed for r in results))
     for r in results:
         i = names.index(r.precision)
         label = r.precision if r.seed == seeds[0] else "_" + r.precision  # "_": not in the legend
         style = {"color": f"C{i}", "lw": 1.2, "ls": ["-", "--", ":"][i % 3], "label": label}
         ax_loss.plot(_smooth(r.losses, len(r.losses) // 8), **style)
-        if r.scales:
-            ax_scale.step(range(len(r.scales)), r.scales, where="post", **style)
     ax_loss.set(xlabel="step", ylabel="training loss")
     ax_loss.legend(fontsize="small", frameon=False)
-    ax_scale.set(xlabel="step", ylabel="loss scale")
-    if any(r.scales for r in results):
-        ax_scale.set_yscale("log", base=2)
-        ax_scale.legend(fontsize="small", frameon=False)
+    _bars(ax_time, table.seconds, "seconds an epoch")
+    if table.peak_memory.notna().all():
+        _bars(ax_memory, table.peak_memory / 2**20, "peak memory, MiB")
     else:
-        ax_scale.text(0.5, 0.5, "nothing is scaled", ha="center", transform=ax_scale.transAxes)
+        _bars(ax_memory, table.bytes, "bytes a parameter")
+    ax_memory.set_yticklabels([])
     fig.suptitle(title, fontsize="medium")
     return fig
+
+
+def _bars(ax: Axes, values: pd.Series, label: str) -> None:
+    """Draw a bar for each precision, the first one on top, in the colours of the lines."""
+    bars = ax.barh(values.index, values, color=[f"C{i}" for i in range(len(values))])
+    ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=2, fontsize="small")
+    ax.invert_yaxis()
+    ax.margins(x=0.3)
+    ax.set_xlabel(label)
 
 # %% ../nbs/21_compare.ipynb #edcfb643
 def _describe_machine(device: torch.device) -> dict:

@@ -286,22 +286,26 @@ def _shares(name: str, n: int | None, available: Sequence[int]) -> list[int]:
 
 
 @lru_cache(maxsize=4)
-def _decode(files: tuple[Path, ...]) -> Tensor:
-    """Read `files` once into bytes `(n, 3, 32, 32)`."""
-    out = torch.empty(len(files), 3, 32, 32, dtype=torch.uint8)
+def _decode(files: tuple[Path, ...], size: int = 32) -> Tensor:
+    """Read `files` once into bytes `(n, 3, size, size)`."""
+    out = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
     for i, file in enumerate(files):
         with Image.open(file) as image:
-            out[i] = _to_bytes(image, 32)
+            out[i] = _to_bytes(image, size)
     return out
 
 
-def _read_split(root: Path, name: str, n: int | None, classes: Sequence[str]) -> tuple:
-    """Return pictures and labels of a balanced part of `root`, a folder of class folders."""
-    files = [sorted(get_image_files(root/cls)) for cls in classes]
+def _read(files: list[list[Path]], name: str, n: int | None, size: int = 32) -> tuple:
+    """Return pictures and labels of a balanced part of `files`, a list for each class."""
     shares = _shares(name, n, [len(f) for f in files])
     chosen = [f[i] for f, share in zip(files, shares, strict=True) for i in _spread(share, len(f))]
-    labels = torch.repeat_interleave(torch.arange(len(classes)), torch.tensor(shares))
-    return _decode(tuple(chosen)), labels
+    labels = torch.repeat_interleave(torch.arange(len(files)), torch.tensor(shares))
+    return _decode(tuple(chosen), size), labels
+
+
+def _files(root: Path, classes: Sequence[str]) -> list[list[Path]]:
+    """List the pictures in each class's folder of `root`, by name."""
+    return [sorted(get_image_files(root/cls)) for cls in classes]
 
 # %% ../nbs/20_examples.ipynb #4ac2d97b
 def cifar10(
@@ -329,37 +333,62 @@ def cifar10(
                          f"{', '.join(CIFAR10_CLASSES)}")
     _check_positive(bs=bs)
     root = _find_cifar10(path, classes, download)
-    train = _read_split(root/"train", "n_train", n_train, classes)
-    valid = _read_split(root/"test", "n_valid", n_valid, classes)
+    train = _read(_files(root/"train", classes), "n_train", n_train)
+    valid = _read(_files(root/"test", classes), "n_valid", n_valid)
     return picture_dls(train, valid, classes, cifar_stats, bs=bs, device=device, seed=seed)
 
 # %% ../nbs/20_examples.ipynb #b0620210
+def _by_class(root: Path) -> dict[str, list[Path]]:
+    """List the pictures below `root` by the folder they lie in, which names their class."""
+    out: dict[str, list[Path]] = {}
+    for file in sorted(get_image_files(root)):
+        out.setdefault(file.parent.name, []).append(file)
+    return dict(sorted(out.items()))
+
+
+def _two_parts(path: Path, valid_pct: float) -> tuple[dict, dict]:
+    """Divide the pictures below `path` into those to train on and those for validation."""
+    train, valid = path/"train", path/("valid" if (path/"valid").is_dir() else "test")
+    if train.is_dir():
+        return _by_class(train), _by_class(valid)
+    rest, aside = _by_class(path), {}
+    for cls, files in rest.items():
+        chosen = {files[i] for i in _spread(round(valid_pct * len(files)), len(files))}
+        aside[cls] = sorted(chosen)
+        rest[cls] = [file for file in files if file not in chosen]
+    return rest, aside
+
+
 def picture_folder(
-    path: str | Path,  # holds train/<class>, and valid/<class> or test/<class>
+    path: str | Path,  # holds train/<class> and valid/<class> or test/<class>; or <class> alone
     bs: int = 64,  # pictures a batch, > 0
     n_train: int | None = None,  # training pictures over all classes; None: all
     n_valid: int | None = None,  # validation pictures; None: all
     device: str | torch.device | None = None,  # where batches go; None: fastai's default
     seed: int | None = 42,  # of order, flips and crops, not of the subset; None: not fixed
-) -> DataLoaders:  # batches (b, 3, 32, 32), float32, normalised, and (b,), int64
-    """Load the pictures of a folder, scaled to 32×32, as fastai `DataLoaders` that stay in memory.
+    size: int = 32,  # pixels, > 4: height and width
+    valid_pct: float = 0.2,  # share of each class for validation, where there is no train
+) -> DataLoaders:  # batches (b, 3, size, size), float32, normalised, and (b,), int64
+    """Load the pictures of a folder, scaled, as fastai `DataLoaders` that stay in memory.
 
-    Raises: ValueError for a folder of another layout, or more pictures than there are.
+    Raises: ValueError for fewer than two classes, a class that has no picture to train on or none
+    for validation, or more pictures than there are.
     """
-    _check_positive(bs=bs)
+    _check_positive(bs=bs, size=size)
     path = Path(path).expanduser()
-    train, valid = path/"train", path/("valid" if (path/"valid").is_dir() else "test")
-    classes = sorted(o.name for o in train.iterdir() if o.is_dir()) if train.is_dir() else []
-    if len(classes) < 2 or not all((valid/cls).is_dir() for cls in classes):
+    train, valid = _two_parts(path, valid_pct)
+    if len(train) < 2 or list(train) != list(valid):
         raise ValueError(f"{str(path)!r}: expected a folder with train/<class> for two classes or "
-                         "more, and valid/<class> or test/<class> for the same ones")
-    first = _read_split(train, "n_train", n_train, classes)
-    second = _read_split(valid, "n_valid", n_valid, classes)
-    for root, (_, labels) in ((train, first), (valid, second)):
-        empty = set(range(len(classes))) - set(labels.tolist())
-        if empty:
-            raise ValueError(f"{str(root/classes[min(empty)])!r}: there are no pictures in it")
-    return picture_dls(first, second, classes, bs=bs, device=device, seed=seed)
+                         "more and valid/<class> or test/<class> for the same ones, or with "
+                         f"<class> alone; found {', '.join(train) or 'no class'} to train on and "
+                         f"{', '.join(valid) or 'no class'} for validation")
+    for part, classes in (("train on", train), ("validate", valid)):
+        for cls, files in classes.items():
+            if not files:
+                raise ValueError(f"class {cls!r} has no picture to {part}")
+    first = _read(list(train.values()), "n_train", n_train, size)
+    second = _read(list(valid.values()), "n_valid", n_valid, size)
+    return picture_dls(first, second, list(train), bs=bs, device=device, seed=seed)
 
 # %% ../nbs/20_examples.ipynb #3899ed20
 _BAND, _CUT, _EVERY = 128, 32, 8  # pixels: width of a band, side of a cut, from cut to cut

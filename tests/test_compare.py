@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import inside
 import pytest
 import torch
+from PIL import Image
+from torch import nn
 
 from mixedfp.command import DEFAULT_PRECISIONS, PRECISIONS, main
 from mixedfp.compare import Result, compare, results_table, save_results
@@ -26,7 +29,7 @@ def run_command(folder: Path, *args: str) -> subprocess.CompletedProcess:
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *args],
+        [sys.executable, "-c", code, *args],
         cwd=folder,
         env=env,
         capture_output=True,
@@ -39,6 +42,8 @@ def test_command_trains_prints_and_writes(tmp_path):
     done = run_command(tmp_path, *QUICK)
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stdout  # no progress that is overwritten where there is no terminal
+    assert done.stdout.startswith("7 runs of 1 epochs: ")
+    assert "Warning" not in done.stderr
     table = done.stdout.split("\n\n")[2].splitlines()[2:]
     assert [line.split()[0] for line in table] == list(DEFAULT_PRECISIONS)
     files = {file.suffix: file for file in (tmp_path / "results").iterdir()}
@@ -73,7 +78,9 @@ def test_a_run_that_diverged_is_saved(tmp_path):
         (["--precisions", ","], "precisions=[]: expected one or more"),
         (["--precisions", "fp32,fp32"], "all different"),
         (["--data", "mnist"], "data='mnist': expected one of photos, cifar10, or a folder"),
-        (["--model", "vgg"], "invalid choice: 'vgg'"),
+        (["--model", "vgg"], "or a classifier of torchvision's or timm's"),
+        (["--model", "vit_b_16"], "cannot be trained on pictures of 32×32: Wrong image height"),
+        (["--size", "64"], "size=64: photos has pictures of 32×32"),
         (["--opt", "lamb"], "invalid choice: 'lamb'"),
         (["--epochs", "0"], "epochs=0: expected an integer > 0"),
         (["--epochs", "two"], "invalid int value: 'two'"),
@@ -94,6 +101,32 @@ def test_wrong_arguments_end_in_one_line_before_training(args, message, capsys, 
     shown = capsys.readouterr()
     assert message in shown.err.splitlines()[-1]
     assert shown.out == "" and not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_classes_and_a_model_of_torchvision(tmp_path, capsys):
+    for i in range(20):
+        place = tmp_path / "pictures" / f"deep/{i % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (60, 50), (i, 100 * (i % 2), 0)).save(place / f"{i}.png")
+    main(["--data", str(tmp_path / "pictures"), "--size", "40", "--model", "squeezenet1_1"]
+         + ["--precisions", "fp32,bf16", "--epochs", "1", "--bs", "8", "--device", "cpu"]
+         + ["--out", str(tmp_path)])  # fmt: skip
+    assert "squeezenet1_1 on pictures, sgd" in capsys.readouterr().out
+    whole = json.loads((tmp_path / "pictures-squeezenet1_1.json").read_text())
+    assert [len(r["losses"]) for r in whole["results"]] == [2, 2]  # 16 of 20 in batches of 8
+
+
+def test_a_model_of_timm(monkeypatch):
+    def create_model(name, num_classes):
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes))
+
+    timm = SimpleNamespace(is_model="a_net".__eq__, create_model=create_model)
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    (result,) = compare("bf16", model="a_net", epochs=1, n_train=16, n_valid=16, device="cpu")
+    assert len(result.losses) == 1
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ValueError, match="timm's, which is not installed"):
+        compare("bf16", model="a_net")
 
 
 def test_command_without_cifar10_says_so(monkeypatch, capsys, tmp_path):

@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
+import nbformat
+
 ROOT = Path(__file__).resolve().parent.parent
+HIDDEN = {"hide", "include: false", "include:false"}
 _directive = re.compile(r"^\s*#\s*\|\s*(.*?)\s*$")
 
 
@@ -32,3 +35,21 @@ def without_directives(source: str) -> str:
     while lines and (_directive.match(lines[0]) or not lines[0].strip()):
         lines.pop(0)
     return "\n".join(lines)
+
+
+def shown(cell: nbformat.NotebookNode) -> bool:
+    """Say if `cell` belongs on the page."""
+    if cell.cell_type == "raw":
+        return False
+    return cell.cell_type != "code" or not HIDDEN.intersection(directives(cell.source))
+
+
+def without_code(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Give a cell that is not to be echoed as what it puts out, any other as it is."""
+    if cell.cell_type != "code" or "echo: false" not in directives(cell.source):
+        return cell
+    texts = [o.data["text/markdown"] for o in cell.outputs if "text/markdown" in o.get("data", {})]
+    if texts:
+        return nbformat.v4.new_markdown_cell("\n\n".join(map("".join, texts)))
+    cell.source = "#| echo: false"  # its picture stays
+    return cell

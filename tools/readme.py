@@ -1,8 +1,7 @@
 """Writes README.md, and its pictures in index_files/, from the outputs kept in index.ipynb.
 
 nbdev's own way needs Quarto, a program that no package registry carries.
-`--check` writes nothing; it fails when README.md is not in step with the notebook. The site's front
-page is the same text: Quarto asks for it with `--to`.
+`--check` writes nothing; it fails when README.md is not in step with the notebook.
 """
 
 import argparse
@@ -13,31 +12,11 @@ from pathlib import Path
 import nbformat
 from figures import MARK
 from nbconvert import MarkdownExporter
-from notebooks import ROOT, directives, without_directives
+from notebooks import ROOT, shown, without_code, without_directives
 
 PICTURES = "index_files"
 # What a page on GitHub shows best, first.
 PRIORITY = ["text/markdown", "image/png", "image/jpeg", "image/svg+xml", "text/html", "text/plain"]
-NOT_SHOWN = "# not shown"
-HIDDEN = {"hide", "include: false", "include:false"}
-
-
-def shown(cell: nbformat.NotebookNode) -> bool:
-    """Say if `cell` belongs on the page."""
-    if cell.cell_type == "raw":
-        return False
-    return cell.cell_type != "code" or not HIDDEN.intersection(directives(cell.source))
-
-
-def without_code(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Give a cell that is not to be echoed as what it puts out, any other as it is."""
-    if cell.cell_type != "code" or "echo: false" not in directives(cell.source):
-        return cell
-    texts = [o.data["text/markdown"] for o in cell.outputs if "text/markdown" in o.get("data", {})]
-    if texts:
-        return nbformat.v4.new_markdown_cell("\n\n".join(map("".join, texts)))
-    cell.source = NOT_SHOWN  # its picture stays
-    return cell
 
 
 def render(path: Path) -> dict[str, bytes]:
@@ -58,7 +37,7 @@ def render(path: Path) -> dict[str, bytes]:
     text, resources = exporter.from_notebook_node(nb, resources)
     # fastai's and pandas' tables bring a style sheet, which GitHub would show as text
     text = re.sub(r"\s*<style.*?</style>", "", text, flags=re.DOTALL)
-    text = text.replace(f"```python\n{NOT_SHOWN}\n```", "")
+    text = re.sub(r"^```python\s*```$", "", text, flags=re.MULTILINE)  # code that is not shown
     text = re.sub(r"^[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
     note = f"<!-- Written by tools/readme.py from {path.name}: edit that, then `make readme`. -->"
@@ -71,9 +50,8 @@ def main() -> int:
     """Write the files, or check them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if out of step")
-    parser.add_argument("--to", type=Path, default=ROOT, help="another folder to write into")
     args = parser.parse_args()
-    folder = args.to
+    folder = ROOT
     wanted = render(ROOT / "index.ipynb")
     present = {"README.md", *(f"{PICTURES}/{p.name}" for p in (folder / PICTURES).glob("*"))}
     stale = sorted(present - wanted.keys())
