@@ -1,8 +1,11 @@
-"""The check that figures in prose are those that were measured."""
+"""The check that figures in prose are those that were measured, and messages those printed."""
+
+import re
 
 import nbformat
 import pytest
 from figures import problems
+from notebooks import ROOT
 
 
 def page(prose, output="bf16: loss 0.405, accuracy 84.4%\n"):
@@ -42,3 +45,32 @@ def test_a_right_figure_passes(prose):
 def test_a_wrong_figure_is_named(prose, what):
     (found,) = problems(page(prose))
     assert what in found
+
+
+def messages(cells):
+    """Return for each heading that is a message what is printed below it, up to the next."""
+    printed, message = {}, None
+    for cell in cells:
+        for heading in re.findall(r"^## (.+)$", cell.source, re.M) if is_text(cell) else ():
+            message = heading.strip("`") if heading.startswith("`") else None
+            if message:
+                printed[message] = ""
+        if message and not is_text(cell):
+            printed[message] += "".join(o.get("text", "") for o in cell.outputs)
+    return printed
+
+
+def is_text(cell):
+    return cell.cell_type == "markdown"
+
+
+def test_each_message_of_the_troubleshooting_page_is_printed_on_it():
+    page = nbformat.read(ROOT / "nbs" / "guides" / "troubleshooting.ipynb", 4)
+    found = messages(page.cells)
+    assert len(found) == 8
+    assert [message for message, printed in found.items() if message not in printed] == []
+
+
+def test_a_message_that_is_not_printed_is_seen():
+    cell = nbformat.v4.new_markdown_cell("## `a b`\n\nText.\n\n## No message")
+    assert messages([cell]) == {"a b": ""}

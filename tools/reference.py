@@ -43,7 +43,8 @@ def read(path: Path, package: Path) -> Module:
             module.public = [name for name in exported if name in defined]
         if isinstance(node, Function):
             for cls in patched_classes(node):
-                module.patched.setdefault(cls, []).append(node)
+                if not cls.startswith("_"):
+                    module.patched.setdefault(cls, []).append(node)
     return module
 
 
