@@ -187,7 +187,7 @@ def test_4_a_folder_of_another_layout_is_refused_in_one_line(tmp_path, capsys):
     for folder, message in {
         tmp_path / "nowhere": "expected one of photos, cifar10, or a folder that holds",
         tmp_path / "half": "expected a folder with train/<class> for two classes or more",
-        empty: "valid/dogs': there are no pictures in it",
+        empty: "found cats, dogs to train on and cats for validation",
     }.items():
         with pytest.raises(SystemExit):
             main([*QUICK, "--data", str(folder)])
@@ -196,7 +196,7 @@ def test_4_a_folder_of_another_layout_is_refused_in_one_line(tmp_path, capsys):
         compare("fp32", data=str(tmp_path / "half"))
 
 
-@pytest.mark.parametrize(("args", "code"), [(["--help"], 0), (["--model", "vgg"], 2)])
+@pytest.mark.parametrize(("args", "code"), [(["--help"], 0), (["--opt", "lion"], 2)])
 def test_4_help_and_mistakes_come_before_the_imports(args, code):
     """By the command that is installed: what settings.ini names, in a new process."""
     config = ConfigParser(delimiters=["="])
