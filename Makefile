@@ -121,6 +121,7 @@ lint: .venv/.dev
 	ruff check nbs mixedfp index.ipynb tests tools docs
 	python tools/check_layers.py
 	python tools/check_tests.py
+	python tools/check_words.py
 	python tools/figures.py
 
 types: .venv/.dev

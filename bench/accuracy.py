@@ -33,7 +33,7 @@ COLUMNS = ["precision", "lr", "seed", "accuracy", "valid_loss", "skipped", "loss
 class BatchTimes(Callback):
     """Note the seconds of each training batch, from the inputs' cast to the cleared gradients."""
 
-    order = -100  # starts the clock before anybody else
+    order = -100  # starts the clock before any other callback
 
     def before_fit(self):
         """Start the list."""

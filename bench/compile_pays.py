@@ -47,7 +47,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Run:
-    """A model that is trained flat, as in a Learner where nobody looks at gradients."""
+    """A model that is trained flat, as in a Learner where no callback looks at gradients."""
 
     def __init__(self, model: nn.Module, opt: str, dtype: str, compiled: bool | None):
         scaler = LossScaler(init_scale=16.0, enabled=dtype == "fp16")

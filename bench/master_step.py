@@ -406,7 +406,7 @@ def payback(run: Run, each: Run | None) -> int | str | None:
         return None
     gain = median(each.times) - median(run.times)
     behind = _beyond(run) - _beyond(each)
-    if behind < median(each.times):  # less than a step: nobody waits
+    if behind < median(each.times):  # less than a step: no waiting
         return 0
     return math.ceil(behind / gain) if gain > 0 else "never"
 

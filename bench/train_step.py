@@ -566,7 +566,7 @@ def payback(line: dict, each: dict | None) -> int | str | None:
     if each is None:
         return None
     behind = line["first_ms"] - each["first_ms"]
-    if behind < each["ms"]:  # less than a step: nobody waits
+    if behind < each["ms"]:  # less than a step: no waiting
         return 0
     gain = median(b - a for a, b in zip(line["turns_ms"], each["turns_ms"], strict=True))
     return math.ceil(behind / gain) if gain > 0 else "never"

@@ -76,7 +76,7 @@ class MixedPrecision(Callback):
         compiled: bool | None = None,  # flat: compile the update; None: once it pays back
         keep_fp32: type | str | Iterable[type | str] = (),  # stays in 32 bits: types, names, globs
         store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
-        # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
+        # bfloat16: skip a step with inf or nan; None: where that waits for no device
         skip_nonfinite: bool | None = None,
         heal: bool | int = False,  # do what helps after so many skips in a row; True: after 5
         # flat: the optimizer's states that are kept in 16 bits between steps, by name; lossy
@@ -113,7 +113,7 @@ class MixedPrecision(Callback):
         self._suspect, self._random_state = None, None
 
     @property
-    def learn(self) -> Learner:  # None outside of one, but nobody calls it there
+    def learn(self) -> Learner:  # None outside of one, where it is not called
         "The learner that this is a callback of."
         found: Any = vars(self).get("_learn")
         return found
@@ -332,7 +332,7 @@ def before_batch(self: MixedPrecision) -> None:
     if self.training:
         self.mixed.opt.expect_steps(self._n_left())
         if self._is_gan() and self.learn.gan_trainer.clip is not None:
-            self.mixed.masters.sync_from_model()  # it clips `p.data`, which nobody counts
+            self.mixed.masters.sync_from_model()  # it clips `p.data`, which no counter shows
     if self._suspect is not None and self.training:
         self._random_state = random_state(next(self.model.parameters()).device)
     self.learn.xb = self.mixed.cast(self.xb, self.training)
@@ -340,7 +340,7 @@ def before_batch(self: MixedPrecision) -> None:
 
 @patch
 def _n_left(self: MixedPrecision):
-    "Steps that the fit has after this one, if nobody ends it early; None outside of a fit."
+    "Steps that the fit has after this one, if it is not ended early; None outside of a fit."
     learn = self.learn
     if not all(hasattr(learn, k) for k in ("n_epoch", "epoch", "n_iter", "iter")):
         return None
@@ -369,7 +369,7 @@ def _looks_at_grads(cb):
 
 @patch
 def _is_watched(self: MixedPrecision):
-    "Whether somebody may look at gradients on their way: then all are 32-bit and unscaled."
+    "Whether a callback may look at gradients on their way: then all are 32-bit and unscaled."
     own = vars(type(self.learn)) if type(self.learn) is not Learner else {}
     others = [cb for cb in self.learn.cbs if cb is not self]
     return not own.keys().isdisjoint(_OF_A_STEP) or any(map(_looks_at_grads, others))
@@ -468,7 +468,7 @@ def after_cancel_batch(self: MixedPrecision) -> None:
 
 @patch
 def after_fit(self: MixedPrecision) -> None:
-    "From here on gradients come in 32 bits, whoever calls `backward`."
+    "From here on each call of `backward` gives gradients in 32 bits."
     if self.mixed.is_attached:
         self.mixed.masters.expect_grads()
         self.mixed.stop_listening()

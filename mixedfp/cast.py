@@ -253,7 +253,7 @@ def _wholes(model, kept, stay):
         if id(m) in inside or stays_float(m):
             continue
         is_kept = id(m) in kept
-        if is_kept and not _has_forward(m):  # nobody calls it: its parts are called
+        if is_kept and not _has_forward(m):  # it is not called: its parts are
             kept |= {id(child) for child in m.children()}
             stay |= {id(t) for t in (*m._parameters.values(), *m._buffers.values())}
         elif is_kept or isinstance(m, _in_float) or (m is not model and keeps_statistics(m)):

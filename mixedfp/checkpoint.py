@@ -337,7 +337,7 @@ class Checkpoint(Callback):
 
     # `remove_cb` sets None, also at the end of a fit that had this in `cbs=`, whatever ended it
     @property
-    def learn(self) -> Learner:  # None outside of one, but nobody calls it there
+    def learn(self) -> Learner:  # None outside of one, where it is not called
         "The learner that this is a callback of."
         found: Any = vars(self).get("_learn")
         return found

@@ -460,7 +460,7 @@ def _let_out(self: _Hooks, trace, t):
             raise MixedPrecisionError(_SECOND.format("a transform of torch.func"))
         if t._base is not None:  # what it is a view of is of no concern
             t = _Outlet.apply(t, scale)
-        else:  # whoever holds it has it from outside
+        else:  # what holds it has it from outside
             with keeping_version(t):
                 t = _Outlet.apply(t, scale, True)
         if t.grad_fn is None:

@@ -138,7 +138,7 @@ class MasterOptimizer(Optimizer):
         model: nn.Module | None = None,  # its `state_dict` then reads and writes the masters
         stream: bool = True,  # flat: put gradients into the vector while the backward pass runs
         compiled: bool | None = None,  # flat: compile the update; None: once it pays back
-        # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
+        # bfloat16: skip a step with inf or nan; None: where that waits for no device
         skip_nonfinite: bool | None = None,
         # flat: the optimizer's states that are kept in 16 bits between steps, by name; lossy
         state_dtype: Mapping[str, torch.dtype] | None = None,
@@ -451,7 +451,7 @@ _get_grad, _get_version = attrgetter("grad"), attrgetter("_version")
 
 @patch
 def _is_taken(self: MasterOptimizer):
-    "Whether each gradient is its master's, and nobody has written into the model."
+    "Whether each gradient is its master's, and the model was not written into."
     on = self._on
     if on.buckets is None or self.masters.flat:
         return False
@@ -494,7 +494,7 @@ def step(
 ) -> Any:  # what the optimizer's step returns
     """Step the masters, and give their weights, rounded, to the model.
 
-    Raises: MixedPrecisionError if somebody else has changed the masters.
+    Raises: MixedPrecisionError if other code has changed the masters.
     """
     self._check_masters()
     loss = None
@@ -547,7 +547,7 @@ def _looks_unscaled(self: MasterOptimizer):
 
 @patch
 def _is_none(self: MasterOptimizer, on_device):
-    "Whether the step is to be none; put into `on_device` where nobody waits for the verdict."
+    "Whether the step is to be none; put into `on_device` where the host does not wait."
     found = self._on.find_nonfinite()
     self.skips.add(found)
     if self._on.is_on_device() and unscales_by_itself(self):
@@ -609,7 +609,7 @@ def _end_iteration(self: MasterOptimizer):
 # %% ../nbs/07_optimizer.ipynb #08578a28
 @patch
 def _see_masters(self: MasterOptimizer):
-    "Remember the masters, to see whether somebody else changes them."
+    "Remember the masters, to see whether other code changes them."
     lent = self._on.exchange.lent
     masters = [] if lent is None else lent.own_masters
     self._seen = self._on.buckets, masters, list(map(_get_version, masters))
@@ -751,7 +751,7 @@ def with_masters(
     | str
     | Iterable[type | str] = (),  # stays in 32 bits: module types; names, globs over names
     store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
-    # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
+    # bfloat16: skip a step with inf or nan; None: where that waits for no device
     skip_nonfinite: bool | None = None,
     # flat: the optimizer's states that are kept in 16 bits between steps, by name; lossy
     state_dtype: Mapping[str, torch.dtype] | None = None,

@@ -441,7 +441,7 @@ def step(
     *args,
     **kwargs,  # for the optimizer's `step`; a closure scales its loss and returns the true one
 ) -> Any:  # what that returned, or: whether it was stepped; (), bool if only the device knows
-    """Unscale the gradients if nobody has, and step.
+    """Unscale the gradients if they are not, and step.
 
     Where a closure's gradients overflow, all that the step has done until then is undone.
     Raises: RuntimeError for a closure that calls `backward` on a loss without scale.
@@ -605,7 +605,7 @@ def update(
 
 @patch
 def _found_in(self: LossScaler, states):
-    "Whether a step was skipped; a number on the device where nobody has read it yet."
+    "Whether a step was skipped; a number on the device where it has not been read yet."
     if all("nonfinite" in state for state in states):
         return any(state["nonfinite"] for state in states)
     found = [v for state in states for v in state["found_inf_per_device"].values()]
@@ -735,7 +735,7 @@ def any_nonfinite(
 
 # %% ../nbs/04_scaler.ipynb #cf4b4a19
 class SkipCount:
-    "Counts the steps that are skipped for inf or nan in gradients that nobody has scaled."
+    "Counts the steps that are skipped for inf or nan in gradients without a loss scale."
 
     def __init__(
         self,

@@ -344,7 +344,7 @@ def _make_buckets(self: ShardedOptimizer):
 # %% ../nbs/07a_sharded_masters.ipynb #50ab4cf6
 @patch
 def _may_pass(self: ShardedOptimizer):
-    "Whether nobody is to see the optimizer's own step."
+    "Whether the optimizer's own step may be left out."
     own = vars(self.optimizer).get("step")
     hooks = step_hooks(self.optimizer)
     if self._one_pass is None or hooks or (own is not None and not is_of_schedule(own)):

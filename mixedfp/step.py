@@ -80,7 +80,7 @@ class MixedStep:
         compiled: bool | None = None,  # flat: how large vectors are stepped, see `OnePass`
         keep_fp32: Any = (),  # what else stays in 32 bits, as in `model2half`
         store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
-        # bfloat16: skip a step with inf or nan; None: where nobody has to wait for a device
+        # bfloat16: skip a step with inf or nan; None: where that waits for no device
         skip_nonfinite: bool | None = None,
         state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits, lossy
         # several processes: gradients are sent in it, default in 32 bits
@@ -108,7 +108,7 @@ class MixedStep:
         self.compiled = check_flag("compiled", compiled, or_none=True)
         self.skip_nonfinite = check_flag("skip_nonfinite", skip_nonfinite, or_none=True)
         self.skips = SkipCount(self.scaler.max_skips)  # of a model in bfloat16
-        # Flat: nobody looks at gradients between `scale` and the end of `step`, so large vectors'
+        # Flat: no code looks at gradients between `scale` and the end of `step`, so large vectors'
         # stay in 16 bits where they are, until the step's one pass takes and unscales them.
         self.exclusive = False
         self.on_device = None  # let the device alone decide on a skip; default where it is no CPU
@@ -410,7 +410,7 @@ def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip
     if self._looks_unscaled():
         return self._is_finite()
     if not self._has_scaled():
-        return True  # or somebody called backward on a loss of their own
+        return True  # or the loop called backward on a loss of its own
     self.scaler.unscale_(self.opt.held)
     on_device = self._decides_on_device()
     found = self.scaler.found_on_device(self.opt.held) if on_device else None
@@ -441,7 +441,7 @@ def _has_scaled(self: MixedStep):
 
 @patch
 def _decides_on_device(self: MixedStep):
-    "Whether nobody reads the verdict: where the step's pass takes all gradients."
+    "Whether the verdict is not read: where the step's pass takes all gradients."
     deferred = self.opt.iteration.deferred
     if not deferred or len(deferred) < len(self.opt.lent.buckets):
         return False

@@ -8,7 +8,7 @@
     6 tools     report, command, examples, compare, all    data, the command, what users import
 
 `engine.torch_private` knows nothing of ours: every floor may use it, the first one too.
-Nobody above the step imports the engine but through `step`, `optimizer` and `sharded_masters`.
+What is above the step imports the engine only through `step`, `optimizer` and `sharded_masters`.
 Floors 1 to 4 and those two need torch, fastcore's `patch` and the standard library alone; a
 function there may still import matplotlib or pandas when it is asked for a plot or a table.
 `command` imports the module that does what it reads when it has read it, in a function: the one

@@ -12,7 +12,7 @@ The mark names where the number comes from:
     launches MODEL | LOOP | OPT | DTYPE | MASTERS     gpu_counts.json; `float32` for its own
     lost PRECISION NAME       lost_updates.json: the mean of `lost`, `unmoved`, `accuracy`
     accuracy PRECISION RATE   accuracy.json: its mean, in percent
-    set                       chosen or calculated: nobody measured it
+    set                       chosen or calculated, not measured
 
 A figure is right when the number, rounded as it stands there, is that number. One with a unit of
 measurement (%, times, points, MB, ms, ns) and no mark is an error.

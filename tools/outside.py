@@ -46,7 +46,7 @@ BY_NAME = {"getattr", "setattr", "delattr"}  # functions, and methods of a Monke
 
 @cache
 def public_names(module: str) -> frozenset[str]:
-    """Return the names of `module` that are everybody's; none, where there is no such module."""
+    """Return the names of `module` that are its own; none, where there is no such module."""
     if module not in PUBLIC:
         return frozenset()
     names = PUBLIC[module]
@@ -83,7 +83,7 @@ class _Finder(ast.NodeVisitor):
     def __init__(self, tree: ast.AST):
         self.found: list[tuple[int, str]] = []
         self.ours: dict[str, str] = {}  # names that stand for a module or a thing of the library
-        self.others: set[str] = set()  # those of somebody else's
+        self.others: set[str] = set()  # those of other objects
         self.docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             self._bind(node)

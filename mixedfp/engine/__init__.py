@@ -1,1 +1,1 @@
-"""How the step is made exact and fast: rooms that nobody above it enters but through it."""
+"""How the step is made exact and fast: rooms entered through `step` and `optimizer`."""

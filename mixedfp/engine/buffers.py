@@ -63,7 +63,7 @@ class BufferSnapshot:
                 kept = kept.to(now.device)
                 self.kept[i] = b, version, kept
             if where is None or _are_alike(b, now):
-                targets[i] = b  # of the others nobody here knows whether they are to change
+                targets[i] = b  # whether the others are to change is not known here
         if where is not None:
             self._choose(where, targets)
         for i, b in targets.items():
@@ -154,13 +154,13 @@ class _Token:
 
 # %% ../../nbs/engine/15_buffers.ipynb #d07102b4
 class PassHook:
-    "Tells `IterationBuffers` of a forward pass to train on; in a copy of the model, nobody."
+    "Tells `IterationBuffers` of a forward pass to train on; a copy of the model tells none."
 
     def __init__(self, owner, event):
         self.owner, self.event = owner, event
 
     def __call__(self, module, *args):
-        """Tell whoever listens, if it is still there."""
+        """Tell the owner, if it is still there."""
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
         owner = self.owner()
@@ -168,11 +168,11 @@ class PassHook:
             getattr(owner, self.event)(module, *args)
 
     def __getstate__(self):
-        """Be copied as nobody's."""
-        return dict(owner=_nobody, event=self.event)
+        """Be copied without an owner."""
+        return dict(owner=_no_owner, event=self.event)
 
 
-def _nobody():
+def _no_owner():
     return None
 
 # %% ../../nbs/engine/15_buffers.ipynb #dbce21a3

@@ -38,7 +38,7 @@ def check_initialized(
 def check_free(
     model: nn.Module,
 ) -> None:
-    "Refuse a model that somebody else trains in 16 bits. Raises: MixedPrecisionError."
+    "Refuse a model that is already trained in 16 bits. Raises: MixedPrecisionError."
     if any(masters_of(m) is not None for m in model.modules()):
         raise MixedPrecisionError(
             f"this {type(model).__name__} is in 16 bits already, with the masters of another "

@@ -397,7 +397,7 @@ class _StateTrial:
         recorder = record(lambda: self.run(self.opt), probes)
         for _, k, v in self.vectors(self.params):
             if recorder.ref(v) is None:
-                raise NotElementwise(f"nobody has seen where its state {k!r} comes from")
+                raise NotElementwise(f"it was not seen where its state {k!r} comes from")
 
     def vectors(self, params):
         states = [(p, self.opt.state.get(p, {})) for p in params]

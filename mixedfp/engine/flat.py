@@ -188,7 +188,7 @@ def put_back(
     self: GradBuffer,
     params: Iterable[Parameter],  # whose views are to be where they belong
 ) -> None:
-    "Lay views over the vector again that somebody has laid over other memory."
+    "Lay views over the vector again that were laid over other memory."
     for p in params:
         _, strides, offset = self.places[p]
         self.views[p].data = self.whole.as_strided(self.views[p].shape, strides, offset)
@@ -199,7 +199,7 @@ class ModelWeights:
 
     def __init__(
         self,
-        params: list[Parameter],  # of the model; moved there, if nobody else has their memory
+        params: list[Parameter],  # of the model; moved there, if their memory is not shared
         before: "ModelWeights | None" = None,  # where they may lie one after the other already
     ):
         sizes = rooms(params, params[0].device)
@@ -448,7 +448,7 @@ def grads_to_master(
 
 @patch
 def _take_replaced(self: Bucket, grads):
-    "Take over what somebody has put into `master.grad`, if the parameters' are as shown."
+    "Take over what was put into `master.grad`, if the parameters' are as shown."
     now = self.master.grad
     if self.shown is None or now is self.shown:
         return grads

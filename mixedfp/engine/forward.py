@@ -201,7 +201,7 @@ def end(self: BeforeForward) -> None:
 
 # %% ../../nbs/engine/08_forward.ipynb #375cdc58
 def _devices_of(model):
-    "Where the model is; several devices, where somebody has put its parts on them."
+    "Where the model is; several devices, where its parts are on them."
     masters, first = masters_of(model), next(model.parameters(), None)
     if masters is None or len(set(map(Tensor.get_device, masters.master))) < 2:
         return [torch.device("cpu") if first is None else first.device]
@@ -306,7 +306,7 @@ def _compute_as_needed(self: HalfForward, args, kwargs):
     if torch.compiler.is_compiling():
         if self._is_half_on_cpu():
             return self._compute_outside_of_dynamo(args, kwargs)
-        # nobody can go back; what was not found out before is safe under autocast
+        # no going back; what was not found out before is safe under autocast
         return self._compute(args, kwargs, need if kind in self.needs else "types")
     if need is not None or self.is_inside:
         return self._compute(args, kwargs, need)
@@ -477,7 +477,7 @@ def remove_forward(
 
 
 def called_modules(model):
-    "The modules that somebody calls: a ModuleList has no forward pass of its own."
+    "The modules that are called: a ModuleList has no forward pass of its own."
     if "forward" in vars(model) or type(model).forward is not nn.Module.forward:
         return [model]
     return [called for m in model.children() for called in called_modules(m)]

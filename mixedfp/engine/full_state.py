@@ -53,7 +53,7 @@ def masters_of(
 
 # %% ../../nbs/engine/05_full_state.ipynb #f1716ff4
 class ShownWeights:
-    "The tensors of the last `state_dict`, and whether somebody has written into them."
+    "The tensors of the last `state_dict`, and whether they were written into."
 
     def __init__(self):
         self._seen: dict = {}  # by parameter: a weak reference to its tensor, and its version
@@ -74,13 +74,13 @@ class ShownWeights:
         self,
         p: Tensor | None,
     ) -> bool:
-        "Whether somebody has written into the tensor of `p`."
+        "Whether the tensor of `p` was written into."
         ref, version = self._seen.get(p, (_nothing, 0))
         shown = ref()
         return shown is not None and shown._version != version
 
     def look(self) -> bool:
-        "Whether somebody has written into any; what nobody else holds is let go if not."
+        "Whether any was written into; if not, what no other code holds is let go."
         if not self._seen:
             return False
         is_written = any(map(self.is_written, self._seen))

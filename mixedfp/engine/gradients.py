@@ -50,7 +50,7 @@ class Iteration:
 
     stage: Stage = Stage.EMPTY
     scale: Tensor | float = 1.0  # that all gradients are multiplied with; 1.0 once they are true
-    exclusive: bool = False  # nobody looks at them before the end of the step
+    exclusive: bool = False  # no code looks at them before the end of the step
     deferred: tuple[Deferred, ...] = ()
     inv_scale: Tensor | None = None  # (), what the step multiplies deferred ones with
     found_inf: Tensor | None = None  # (), above 0: the step is to be none; only the device knows
@@ -67,12 +67,12 @@ class Iteration:
 
     @property
     def is_scaled(self) -> bool:
-        "Whether a loss scale is in the gradients that everybody sees."
+        "Whether a loss scale is in the gradients that `p.grad` shows."
         return isinstance(self.scale, Tensor)
 
     @property
     def is_settled(self) -> bool:
-        "Whether there is nothing to look for: they are with the masters, and nobody else looks."
+        "Whether there is nothing to look for: they are with the masters, and no other code looks."
         return self.exclusive and self.stage in (Stage.READY, Stage.DEFERRED)
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class GradStore:
     ):
         self.exchange, self.masters = exchange, exchange.masters
         self.iteration = Iteration() if iteration is None else iteration
-        # of the last backward pass: whose gradients may come in 16 bits; None: nobody's may
+        # of the last backward pass: whose gradients may come in 16 bits; None: none may
         self.half_params: list[Parameter] | None = None
 
     def _become(self, **changes):
@@ -118,7 +118,7 @@ class GradStore:
 def begin(
     self: GradStore,
     scale: Tensor | float = 1.0,  # (), that the loss is multiplied with
-    exclusive: bool = False,  # nobody looks at gradients before the end of the step
+    exclusive: bool = False,  # no code looks at gradients before the end of the step
     half_params: list[Parameter] | None = None,  # whose gradients may come in 16 bits
 ) -> None:
     "A backward pass comes: what is there is brought to its scale, to be added to in 32 bits."
@@ -180,7 +180,7 @@ def take(
 
 
 def _to_each_master(lent, grads):
-    "`Bucket.grads_to_master`, without the call where nobody has replaced or rounded anything."
+    "`Bucket.grads_to_master`, without the call where no gradient was replaced or rounded."
     for u, master, g in zip(lent.buckets, lent.masters, grads, strict=True):
         now = master.grad
         if now is g:
@@ -197,7 +197,7 @@ def are_unscaled(
     inv_scale: Tensor | None = None,  # (), what deferred ones are to be multiplied with
     found_inf: Tensor | None = None,  # (), the verdict, if only the device is to know it
 ) -> None:
-    "Somebody has divided what the masters show by the scale. Raises: MixedPrecisionError."
+    "What the masters show was divided by the scale. Raises: MixedPrecisionError."
     stage = self.iteration.stage
     if stage not in (Stage.READY, Stage.DEFERRED):
         raise MixedPrecisionError(
@@ -210,7 +210,7 @@ def are_unscaled(
 # %% ../../nbs/engine/16_gradients.ipynb #7f8da7e8
 @patch
 def materialize(self: GradStore) -> None:
-    "Make true what was left for the step: somebody looks. Nothing is exchanged."
+    "Make true what was left for the step: code looks at it. Nothing is exchanged."
     it = self.iteration
     if it.none_is_zero:
         self.fill_zeros(is_seen=True)
@@ -262,7 +262,7 @@ def end_verdict(self: GradStore) -> Tensor | None:  # (), above 0 where the step
 
 @patch
 def end_step(self: GradStore) -> None:
-    "From here on anybody may put others into `p.grad`: the next step looks again."
+    "From here on others may be put into `p.grad`: the next step looks again."
     self._become(exclusive=False)
 
 # %% ../../nbs/engine/16_gradients.ipynb #941ca08f
@@ -287,7 +287,7 @@ def zero_grad(
     elif lent is not None and self.exchange.is_current(self.see()):
         self._zero_buckets(lent.buckets)
     else:
-        self.masters.keep_half_grads([])  # zeros in 16 bits are not what anybody expects
+        self.masters.keep_half_grads([])  # zeros in 16 bits are not expected
         for u in lent.buckets if lent is not None else ():
             u.detach_grads()
         _zero_([p.grad for p in self.exchange.params() if p.grad is not None])
@@ -309,7 +309,7 @@ def _leave_out_large(self: GradStore, lent):
 
 @patch
 def _zero_buckets(self: GradStore, buckets, others=()):
-    "Zero a bucket's gradient as one; gradients that nobody has taken yet are not in it."
+    "Zero a bucket's gradient as one; gradients that are not taken yet are not in it."
     to_zero = [p.grad for p in others if p.grad is not None]
     for u in buckets:
         grads = [p.grad for p in u.params]
@@ -402,7 +402,7 @@ class GradTaker:
         "Whether `DistributedDataParallel` is about to send the gradients of this backward pass."
         if not _is_distributed():
             return False
-        if self.look is None:  # nobody can say
+        if self.look is None:  # there is no model to ask
             return True
         return self.sends and self.ddp() is not None
 

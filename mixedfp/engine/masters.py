@@ -428,7 +428,7 @@ def float_model(self: MasterParams) -> nn.Module:
 
     To average (`AveragedModel(twin)`), to evaluate or export in 32 bits. What is trained on
     goes into the twin; buffers that the model holds in 16 bits are copied once.
-    Raises: MixedPrecisionError where masters are kept as remainders: nobody could share them.
+    Raises: MixedPrecisionError where masters are kept as remainders, which cannot be shared.
     """
     if self.cuts:
         raise MixedPrecisionError(
@@ -674,7 +674,7 @@ def _say_written(self: MasterParams, cut):
         cut.note()
     elif cut.forget_written():
         notice_once(
-            "somebody writes into the model's weights between steps: with "
+            "the model's weights are written between steps: with "
             "store_param_remainders=True a parameter that is written to loses the lower half of "
             "its masters, also where it was not changed. Who does so often, to clip weights, say, "
             "trains with store_param_remainders=False"

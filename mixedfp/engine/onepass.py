@@ -122,7 +122,7 @@ def _plan(self: OnePass, u, recorder, i, new, old):
         ref = recorder.ref(v)
         if ref is None:
             if is_vector(v):
-                raise NotElementwise(f"nobody has seen where its state {k!r} comes from")
+                raise NotElementwise(f"it was not seen where its state {k!r} comes from")
             state[k] = v
             continue
         results[k] = ref
@@ -213,7 +213,7 @@ def _run_chunk(self: OnePass, s, plan, grad, inv_scale, found):
 @patch
 def _compile(self: OnePass, u, plan, inputs, out, inv_scale, found):
     "The compiled form of an update, None where it is not worth it or does not work."
-    if not self._is_compiled(u) or is_in_torch_dispatch_mode():  # someone's, who wants to see
+    if not self._is_compiled(u) or is_in_torch_dispatch_mode():  # the mode is to see each operation
         return None
     dtype, (_, grad, *states) = u.master.dtype, inputs
     if plan.makes_vectors() or any(lies.dtype != dtype for lies in states):
@@ -256,7 +256,7 @@ def _as_vector(numbers, like):
         numbers = [torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in numbers]
         return torch.stack([x.reshape(()) for x in numbers])
     vector = torch.tensor(numbers, dtype=like.dtype, device="cpu")  # whatever the default is
-    if like.device.type == "cuda":  # from pinned memory nobody waits for the copy
+    if like.device.type == "cuda":  # from pinned memory the host does not wait for the copy
         return vector.pin_memory().to(like.device, non_blocking=True)
     return vector.to(like.device)
 

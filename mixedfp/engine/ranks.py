@@ -91,7 +91,7 @@ _OFF = 0  # false, and not the False that `no_sync` sets for its own time
 
 
 def stop_averaging(
-    ddp: DistributedDataParallel,  # whose gradients somebody else averages
+    ddp: DistributedDataParallel,  # whose gradients DDP is not to average
 ) -> RemovableHandle:  # for `start_averaging`
     "Let `ddp` send its buffers as before, under `no_sync` as well, and average no gradients."
     ddp.require_backward_grad_sync = _OFF

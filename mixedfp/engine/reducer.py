@@ -37,7 +37,7 @@ class GradReducer:
         self.backward = -1  # the pass in which buckets are sent, -1: none
         self.missing: list[set[int]] = []  # of that pass: ids that each bucket waits for
         self.messages: list[GradMessage] = []  # of that pass
-        self.has_others = False  # somebody else's pass has added gradients since it began
+        self.has_others = False  # another pass has added gradients since it began
         self.is_averaged = False  # all that is in p.grad
 
 # %% ../../nbs/engine/03b_reducer.ipynb #6d2d652e

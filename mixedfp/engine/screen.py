@@ -85,7 +85,7 @@ def _why(way, masters, opt):
         return "masters are not flat"
     if opt.one_pass is None:
         return "its step cannot be recorded"
-    return f"vectors below {LARGE:,} elements, or what nobody may step in pieces"
+    return f"vectors below {LARGE:,} elements, or what may not be stepped in pieces"
 
 # %% ../../nbs/engine/18_screen.ipynb #25e99553
 def screen(

@@ -294,7 +294,7 @@ def is_of_schedule(step: Any) -> bool:
 
 
 def count_as_stepped(optimizer: Any) -> None:
-    """Tell the schedules of `optimizer` that it has stepped, though nobody has called `step`.
+    """Tell the schedules of `optimizer` that it has stepped, though `step` was not called.
 
     They would warn that they come before the first step. Seen in 2.10 to 2.15: `_opt_called`.
     """
