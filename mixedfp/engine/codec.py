@@ -28,17 +28,17 @@ def _one_nan(full):
 
 def split(
     full: Tensor,  # float32
-) -> tuple[Tensor, Tensor, Tensor]:  # bfloat16, uint8, uint8
+) -> tuple[Tensor, Tensor, Tensor]:  # bfloat16, int8, int8
     "Cut numbers into weights, rounded half up, and the upper and lower byte of what is left."
-    bits = _one_nan(full).view(torch.int32).add_(_HALF)
-    weights = (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
-    return weights, (bits >> 8).to(torch.uint8), bits.to(torch.uint8)
+    bits = _one_nan(full).view(torch.int32)
+    weights = ((bits + _HALF) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    return weights, (bits >> 8).to(torch.int8), bits.to(torch.int8)
 
 
 def join(
     weights: Tensor,  # bfloat16
-    upper: Tensor,  # uint8, of the remainders
-    lower: Tensor,  # uint8
+    upper: Tensor,  # int8, of the remainders
+    lower: Tensor,  # int8
 ) -> Tensor:  # float32
     """Put together what `split` has cut, bit for bit.
 
@@ -46,7 +46,7 @@ def join(
     """
     high = weights.to(torch.float32).view(torch.int32)  # the weight's pattern, and 16 zeros
     full = high & 0x7FFFFFFF  # without the sign
-    full = full.add_(upper.to(torch.int32), alpha=256).add_(lower.to(torch.int32)).sub_(_HALF)
+    full = full.add_(upper.to(torch.int32), alpha=256).add_(lower.to(torch.int32) & 255)
     full = full.clamp_(min=0)  # `split` makes nothing below: a zero was written
     return full.bitwise_or_(high.bitwise_and_(-(2**31))).view(torch.float32)
 
