@@ -539,5 +539,9 @@ def sharded_masters(
     """
     if not optimizers:
         raise TypeError("no optimizer is given: sharded_masters(model, optimizer)")
+    if len({*map(id, optimizers)}) < len(optimizers):
+        raise ValueError("an optimizer is given twice: it can be wrapped only once")
+    for optimizer in optimizers:  # before any is wrapped: that sets hooks
+        _check(optimizer, model)
     kwargs: dict[str, Any] = dict(compiled=compiled, skip_nonfinite=skip_nonfinite)
     return model, *(ShardedOptimizer(optimizer, model, **kwargs) for optimizer in optimizers)

@@ -11,6 +11,7 @@ import io
 import math
 import warnings
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -963,6 +964,37 @@ def test_pain_40_streaming_leaves_no_16_bit_gradient():
     loss_of(model, *batches(1)[0]).backward()
     assert {p.grad.dtype for p in model.parameters()} == {FULL}
     assert {p.grad._base.data_ptr() for p in model.parameters()} == vectors
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16])
+def test_pain_41_weights_that_arrive_in_16_bits_are_counted(dtype, caplog):
+    """The file's dtype does not decide in silence: masters and moments in float32, one notice."""
+    inside.forget_notices()
+    model = net().to(dtype)
+    model, opt = with_masters(model, torch.optim.Adam(model.parameters()), dtype=dtype)
+    loss_of(model, *batches(1)[0]).backward()
+    opt.step()
+    held = [t for s in opt.state.values() for t in s.values() if torch.is_tensor(t)]
+    assert {t.dtype for t in held} == {FULL} == {p.dtype for p in opt.param_groups[0]["params"]}
+    n = sum(p.numel() for p in model.parameters())
+    said = [r.getMessage() for r in caplog.records if "rounded values" in r.getMessage()]
+    assert len(said) == 1 and f"({n:,} in all)" in said[0] and str(dtype) in said[0]
+
+
+def test_pain_50_a_run_that_goes_on_from_16_bits_says_so(caplog):
+    """A file in 16 bits loads, and a notice says what it lacks; one in 32 loads without a word."""
+    model = net()
+    model, _ = with_masters(model, SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16)
+    full = {k: v.clone() for k, v in model.state_dict().items()}
+    for file in (full, {k: v.bfloat16() if v.is_floating_point() else v for k, v in full.items()}):
+        inside.forget_notices()
+        caplog.clear()
+        model.load_state_dict(file)
+        said = [r.getMessage() for r in caplog.records]
+        assert ["bfloat16 in what is loaded" in text for text in said] == [True] * (
+            file is not full
+        )
+        assert_same(dict(model.state_dict()), {k: v.to(full[k].dtype) for k, v in file.items()})
 
 
 # The defects X1 to X3 of `torch.amp.GradScaler`
