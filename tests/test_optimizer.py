@@ -2128,3 +2128,19 @@ def test_an_optimizer_that_cannot_be_copied():
     opt.step()
     (master,) = opt.param_groups[0]["params"]
     assert_same(master.detach(), before - 0.5)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_weights_in_64_bits_keep_them(flat):
+    """A layer that arrives in float64 has float64 masters, in its file too."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double())
+    with torch.no_grad():
+        model[1].weight += 1e-12  # which float32 does not hold
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    opt = torch.optim.SGD(model.parameters(), lr=1e-13)
+    model, opt = with_masters(model, opt, dtype=torch.bfloat16, flat_master=flat)
+    assert_same(dict(model.state_dict()), before)
+    model(torch.ones(2, 3)).sum().backward()
+    opt.step()
+    after = model.state_dict()["1.weight"]
+    assert after.dtype == torch.float64 and 0 < (after - before["1.weight"]).abs().max() < 1e-12

@@ -230,6 +230,20 @@ def test_a_row_in_which_all_is_masked_and_one_in_which_not():
     assert "softmax" in found.operation and "masked" in found.cause
 
 
+def test_a_negative_overflow_that_is_subtracted_is_named_and_not_the_nan():
+    """-inf alone may be a mask; once it has made a nan, it was none."""
+
+    class Low(nn.Linear):
+        def forward(self, x):
+            low = super().forward(x) * 0 - 60000
+            low = low + low
+            return low.reciprocal() * 0 + (low - low)
+
+    found = find_overflow(nn.Sequential(Low(16, 2)), batch(), loss_func)
+    assert (found.module, found.operation, found.is_producer) == ("0", "add", True)
+    assert found.n_inf and not found.n_nan
+
+
 def test_the_loss():
     found = find_overflow(new(Tabular), batch(), lambda pred, y: (pred - pred).sum() / 0 * y.sum())
     assert found.phase == "loss" and found.cause.startswith(("0 / 0", "inf or nan"))
@@ -281,18 +295,21 @@ def test_numpy_has_nothing_to_do_with_it():
 class NeedsAutocast(nn.Module):
     """A product with a float32 tensor that nothing casts, after a value that is too large."""
 
-    def __init__(self):
+    def __init__(self, is_late):
         super().__init__()
         self.a, self.huge, self.basis = nn.Linear(16, 8), Fault("value"), torch.ones(8, 2)
+        self.is_late = is_late
 
     def forward(self, x):
-        return self.huge(self.a(x) @ self.basis)
+        x = self.a(x)
+        return self.huge(x) @ self.basis if self.is_late else self.huge(x @ self.basis)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("is_trained", [False, True])
-def test_a_forward_pass_that_begins_again_is_counted_once(is_trained):
-    """Under autocast, which the first call turns out to need."""
-    model = NeedsAutocast()
+def test_a_forward_pass_that_begins_again_is_counted_once(is_trained, is_late):
+    """Under autocast, which the first call turns out to need, before the fault or after it."""
+    model = NeedsAutocast(is_late)
     if is_trained:
         model, _ = with_masters(model, torch.optim.SGD(model.parameters(), lr=0.1))
     found = find_overflow(model, batch(), loss_func)

@@ -58,6 +58,26 @@ def vectors(opt, name):
 # What a user sees
 
 
+def test_what_is_no_32_bit_vector_keeps_its_dtype():
+    """A parameter of no dimension, and one in 64 bits, whose state was asked for in 16 by name."""
+    net = a_net()
+    net[3].double()
+    net, opt = with_masters(
+        net, adamw(net.parameters()), dtype=BF16, flat_master=True, state_dtype=BOTH
+    )
+    for _ in range(2):
+        opt.zero_grad()
+        (net(X).float() * net.scale.float()).square().sum().backward()
+        opt.step()
+    opt.param_groups  # noqa: B018, the optimizer has the masters
+    held = [(m.dtype, m.ndim, s["exp_avg"].dtype) for m, s in opt.optimizer.state.items()]
+    assert {(dtype, kept) for dtype, n, kept in held if n} == {
+        (FULL, BF16),
+        (torch.float64, torch.float64),
+    }
+    assert [kept for _, n, kept in held if not n] == [FULL]
+
+
 def test_bytes_of_adamw():
     """14, with remainders 12, with both states in 16 bits 8; the screen says so."""
     found = []

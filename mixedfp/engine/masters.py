@@ -493,7 +493,8 @@ def lay_out(
         if other is owner or not trained.isdisjoint(sum(_ids(params), [])):
             self._forget_layout(other)
     for p in sum(model_params, []):  # frozen until now, in 16 bits from the start
-        self.master[p].data = self.master[p].detach().to(_full_dtype(p))
+        master = self.master[p]
+        master.data = master.detach().to(torch.promote_types(master.dtype, _full_dtype(p)))
     if self.flat:
         master_params = [self._vectors(ps) for ps in model_params]
     else:
