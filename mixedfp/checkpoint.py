@@ -426,15 +426,19 @@ def _progress(self: Checkpoint):
         "callbacks": [
             (cb.name, {k: vars(cb)[k] for k in counts if k in vars(cb)}) for cb in self._counting()
         ],
-        "keep_fp32": self._healed(),
+        **self._healed(),
     }
 
 
 @patch
 def _healed(self: Checkpoint):
-    "What stays in 32 bits since `heal` has done something."
+    "What `heal` has done, and what stays in 32 bits since; types are given again at each start."
     cb = vars(self.learn).get("mp_cb")
-    return list(cb.mixed.keep_fp32) if cb is not None and cb.healed else []
+    if cb is None or not cb.healed:
+        return {}
+    keep = cb.mixed.keep_fp32
+    keep = [keep] if isinstance(keep, str | type) else keep
+    return {"healed": cb.healed, "keep_fp32": [name for name in keep if isinstance(name, str)]}
 
 
 def _brief(grad):
@@ -532,7 +536,9 @@ def resume(
         learn.opt, learn.lr = before
         raise
     saved = state["opt"][_KEY]
-    if saved.get("keep_fp32") and vars(learn).get("mp_cb") is not None:
-        learn.mp_cb.keep_more(saved["keep_fp32"])
+    mp_cb = vars(learn).get("mp_cb")
+    if "healed" in saved and mp_cb is not None:
+        mp_cb.keep_more(saved["keep_fp32"])
+        mp_cb.healed = [tuple(h) for h in saved["healed"]]
     self.n_done = saved["n_done"]
     return self.n_done

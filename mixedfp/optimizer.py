@@ -456,8 +456,10 @@ def _is_taken(self: MasterOptimizer):
     if on.buckets is None or self.masters.flat:
         return False
     grads = list(map(_get_grad, on.lent.masters))
-    if not on.watch.is_as_written() or any(map(is_not, on.grads.see(), grads)):
+    seen = on.grads.see()
+    if not on.watch.is_as_written() or any(map(is_not, seen, grads)):
         return False
+    on.grads.count_flushed(seen)
     for u, g in zip(on.buckets, grads, strict=True):
         u.shown = g
     return True

@@ -60,11 +60,15 @@ class Overflow:
         return torch.finfo(self.dtype or torch.float32).max
 
     def settings(self) -> dict[str, Any]:
-        "What to train with: the first cure that keeps this dtype."
+        "What to train with: the first cure that keeps this dtype; of modules the names, no types."
         for cure in self.cures:
             name, _, value = cure.partition("=")
             if name in ("keep_fp32", "loss_scale"):
-                return {name: ast.literal_eval(value)}
+                code: Any = ast.parse(value, mode="eval").body
+                parts = getattr(code, "elts", None)
+                if parts is None:
+                    return {name: code.value}
+                return {name: [p.value for p in parts if isinstance(p, ast.Constant)]}
         return {}
 
     def __repr__(self) -> str:
@@ -404,11 +408,18 @@ def _cures(run, phase, call, trace, columns):
         found += [] if scale is None else [f"loss_scale={scale:.17g}"]
     for names in _candidates(call.name, trace):
         if run.dtype != torch.float32 and _works(run, keep_fp32=(*run.keep_fp32, *names)):
-            found.append(f"keep_fp32={[*run.keep_fp32, *names]!r}")
+            found.append(f"keep_fp32=[{', '.join(map(_code, (*run.keep_fp32, *names)))}]")
             break
     if run.dtype == torch.float16 and _works(run, dtype=torch.bfloat16, scale=1.0, keep_fp32=()):
         found.append("dtype=torch.bfloat16")
     return tuple(found)
+
+
+def _code(kept):
+    "A name or a type, as it is written in Python."
+    if isinstance(kept, str):
+        return repr(kept)
+    return f"nn.{kept.__name__}" if hasattr(nn, kept.__name__) else kept.__name__
 
 
 def _candidates(name, trace):

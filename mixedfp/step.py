@@ -121,6 +121,8 @@ class MixedStep:
     @property
     def record(self) -> ScaleRecord:
         "Steps and skips so far. Sync: one number, where only the device knows of some."
+        if self.has_opt:
+            self.opt.grads.flushed.read()
         return self.skips.record if self._looks_unscaled() else self.scaler.record
 
     @property

@@ -35,7 +35,7 @@ from mixedfp.engine.recorder import record
 from mixedfp.layerwise import are_finite, fitting_exponent
 from mixedfp.nested import cast_floats, check_positive, map_tensors
 from mixedfp.optimizer import MasterOptimizer
-from mixedfp.scaler import ScaleRecord, is_finite, nonfinite_names
+from mixedfp.scaler import FlushWatch, ScaleRecord, is_finite, nonfinite_names
 
 # Tested on their own, so tests import them as they are; the names are those that are to stay.
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "GradBuffer",
     "MasterParams",
     "NotElementwise",
+    "FlushWatch",
     "ScaleRecord",
     "are_finite",
     "average_over_ranks",
@@ -513,6 +514,11 @@ def n_bytes(tensors):
     from mixedfp import compare
 
     return compare._n_bytes(tensors)
+
+
+def flush_watch(opt):
+    "What watches the gradients that a `MasterOptimizer` takes."
+    return opt._on.grads.flushed
 
 
 # Several processes

@@ -14,6 +14,7 @@ if "simulated_cuda.device" not in sys.modules:
 
 import inside
 from fastai.callback.training import GradientAccumulation, GradientClip
+from inside import FlushWatch
 from simulated_cuda.device import counts
 from simulated_cuda.steps import OPTIMIZERS, by_hand, in_a_learner, net
 
@@ -129,6 +130,18 @@ def test_a_learner_waits_for_nothing_that_fastai_does_not_wait_for(
     reads = dtype == torch.float16 and (not flat or is_watched)
     assert cost.whole.waits == plain.whole.waits + int(reads)
     assert cost.whole.pageable_copies == plain.whole.pageable_copies
+
+
+@FLAT
+def test_a_look_for_flushed_gradients_waits_for_nothing(flat, monkeypatch):
+    costs = []
+    for first in (100, 6):  # the step that is counted is the sixth
+        monkeypatch.setattr(FlushWatch, "first", first)
+        costs.append(by_hand(OPTIMIZERS["AdamW"], torch.float16, flat).whole)
+    without, with_look = costs
+    assert with_look.waits == without.waits
+    assert 1 <= with_look.launches - without.launches <= 2
+
 
 
 def test_the_numbers_of_a_compiled_step_are_on_their_way_while_it_is_launched():

@@ -112,3 +112,20 @@ def test_a_resumed_run_keeps_what_was_healed(tmp_path):
     assert other.model[11].linear.weight.dtype == torch.float32
     other.fit(2, 0.01, cbs=checkpoint, start_epoch=start)
     assert other.mp_cb.n_skipped == 0
+
+
+@pytest.mark.parametrize("keep", [(), "10", nn.Linear], ids=str)
+def test_what_was_healed_outlives_two_resumes(keep, tmp_path):
+    done = []
+    for n_epoch in (1, 2, 3):
+        learn = with_huge(at=1, heal=1, keep_fp32=keep) if keep != "10" else scaled_down(keep)
+        checkpoint = Checkpoint(tmp_path / "run")
+        start = checkpoint.resume(learn)
+        assert learn.mp_cb.healed == done
+        learn.fit(n_epoch, 0.001, cbs=checkpoint, start_epoch=start)
+        done = done or learn.mp_cb.healed
+        assert learn.mp_cb.healed == done != []
+
+
+def scaled_down(keep):
+    return make_learner().to_fp16(2.0**24, dynamic=False, heal=1, keep_fp32=keep)

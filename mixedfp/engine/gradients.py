@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice
-from operator import attrgetter
+from itertools import islice, repeat
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from .optim_access import LooseParams
 from .ranks import take_from_first
 from .torch_private import active_ddp, backward_id, zero_each_
 from ..formats import MixedPrecisionError
+from ..scaler import FlushWatch
 
 # %% ../../nbs/engine/16_gradients.ipynb #a04963d9
 class Stage(Enum):
@@ -55,6 +56,7 @@ class Iteration:
     inv_scale: Tensor | None = None  # (), what the step multiplies deferred ones with
     found_inf: Tensor | None = None  # (), above 0: the step is to be none; only the device knows
     none_is_zero: bool = False  # where p.grad is None, zeros are meant
+    is_counted: bool = False  # whether `FlushWatch` has seen its gradients
 
     @classmethod
     def of(
@@ -104,6 +106,7 @@ class GradStore:
         self.iteration = Iteration() if iteration is None else iteration
         # of the last backward pass: whose gradients may come in 16 bits; None: none may
         self.half_params: list[Parameter] | None = None
+        self.flushed = FlushWatch()  # whether float16 loses many
 
     def _become(self, **changes):
         self.iteration = replace(self.iteration, **changes)
@@ -163,6 +166,7 @@ def take(
 ) -> None:
     "Bring the gradients to the masters; what is deferred stays where it is."
     lent = self.exchange.lent
+    self.count_flushed(grads)
     if lent is not None and not lent.vectors:
         _to_each_master(lent, grads)
         self._become(stage=Stage.READY, deferred=())
@@ -177,6 +181,18 @@ def take(
         else:
             u.grads_to_master(of_bucket)
     self._become(stage=Stage.DEFERRED if deferred else Stage.READY, deferred=tuple(deferred))
+
+
+@patch
+def count_flushed(
+    self: GradStore,
+    grads: list[Tensor | None],  # as `see` has seen them
+) -> None:
+    "Once an iteration, before anybody unscales them: see what float16 has lost."
+    lent = self.exchange.lent
+    if not self.iteration.is_counted and lent is not None and any(map(is_not, grads, repeat(None))):
+        self.flushed.count(lent.params, grads, self.iteration.scale)
+        self._become(is_counted=True)
 
 
 def _to_each_master(lent, grads):

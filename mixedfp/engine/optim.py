@@ -195,6 +195,7 @@ def reclaim(self: OptimizerOnMasters) -> Any:  # the optimizer
 @patch
 def detach(self: OptimizerOnMasters) -> None:
     "Leave the optimizer to the model, each state in a storage of its own."
+    self.grads.flushed.read()
     core = core_of(self.reclaim())
     self.exchange.widen_states()
     core.state = defaultdict(dict, map_tensors(as_own_storage, dict(core.state)))
