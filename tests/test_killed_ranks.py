@@ -174,7 +174,9 @@ def runs(way, folder, n):
         run.mkdir()
         victim = chance.randrange(2)
         _, n_calls, writes = whole[victim]
-        low, high = chance.choice(writes) if writes and i % 2 else (n_calls // 3, n_calls * 19 // 20)
+        low, high = n_calls // 3, n_calls * 19 // 20
+        if writes and i % 2:
+            low, high = chance.choice(writes)
         last = chance.randrange(low, high)
         try:
             on_two(folder=run, victim=victim, last=last)
