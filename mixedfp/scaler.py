@@ -141,7 +141,7 @@ class LossScaler(GradScaler):
         # None, it has stepped since
         self._grad_scales = WeakIdKeyDictionary()
         self._left: dict = {}  # by an optimizer's id: gradients as the last backward pass left them
-        self._n_looks = 0  # whether they are still so at `unscale_`: in the first steps alone
+        self._has_looked = False  # whether they are still so at `unscale_`: in one step alone
         self._record = ScaleRecord(init_scale)
         self._progress = _Progress(_float32(init_scale))
         self._before = self._progress  # the last step, which an `update` may still call skipped
@@ -197,9 +197,11 @@ def _check_bounds(first, low, high):
 # %% ../nbs/04_scaler.ipynb #080fcb14
 @patch
 def _note_grads_after(self: LossScaler, scaled):
-    "In the first steps, note how the backward pass of `scaled` leaves the gradients."
+    "In the second step, note how the backward pass of `scaled` leaves the gradients."
+    if self._has_looked or not scaled.requires_grad or is_compiling():
+        return
     known = [o for o in self._grad_scales if isinstance(o, torch.optim.Optimizer)]
-    if not known or self._n_looks >= 3 or not scaled.requires_grad or is_compiling():
+    if not known:  # before the first step
         return
     me = weakref.ref(self)
 
@@ -217,7 +219,7 @@ def _note_grads_after(self: LossScaler, scaled):
 def _say_if_written(self: LossScaler, optimizer):
     "Say so where somebody has written into gradients that are not unscaled."
     left = self._left.pop(id(optimizer), ())
-    self._n_looks += bool(left)
+    self._has_looked |= bool(left)
     if any((g := ref()) is not None and g._version != was for ref, was in left):
         notice_once(
             "somebody has changed gradients while they were multiplied by the loss scale. That is "
