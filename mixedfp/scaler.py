@@ -198,16 +198,18 @@ def _check_bounds(first, low, high):
 @patch
 def _note_grads_after(self: LossScaler, scaled):
     "In the second step, note how the backward pass of `scaled` leaves the gradients."
+    self._left.clear()  # another pass comes
     if self._has_looked or not scaled.requires_grad or is_compiling():
         return
     known = [o for o in self._grad_scales if isinstance(o, torch.optim.Optimizer)]
     if not known:  # before the first step
         return
-    me = weakref.ref(self)
+    me: Any = weakref.ref(self)
 
     def note():
-        scaler = me()
-        for o in known if scaler is not None else ():
+        if (scaler := me()) is None:
+            return
+        for o in known:
             grads = o.model_grads() if hasattr(o, "model_grads") else _grads(o)
             scaler._left[id(o)] = [(weakref.ref(g), g._version) for g in grads]
 
@@ -217,12 +219,12 @@ def _note_grads_after(self: LossScaler, scaled):
 
 @patch
 def _say_if_written(self: LossScaler, optimizer):
-    "Say so where somebody has written into gradients that are not unscaled."
+    "Say so where gradients were written into before they were unscaled."
     left = self._left.pop(id(optimizer), ())
     self._has_looked |= bool(left)
     if any((g := ref()) is not None and g._version != was for ref, was in left):
         notice_once(
-            "somebody has changed gradients while they were multiplied by the loss scale. That is "
+            "gradients were changed while they were multiplied by the loss scale. That is "
             "right for a division, and wrong for clipping: before it, write "
             "scaler.unscale_(optimizer). Accelerate and Hugging Face's Trainer clip by themselves, "
             "and are told by accelerator.unscale_gradients = lambda *_: scaler.unscale_(optimizer)"

@@ -192,7 +192,7 @@ def test_it_goes_on_from_its_file(trainer, place, done):
 
 @PLACE
 def test_a_missing_line_is_named(place, done):
-    """Accelerate clips scaled gradients; nobody is told who has written it."""
+    """Accelerate clips scaled gradients; the notice says which line is to be written."""
     for found in done[place]:
         assert any("accelerator.unscale_gradients" in message for message in found["told"])
 
