@@ -38,13 +38,18 @@ except ImportError:  # Windows: a second run is found by its writes alone
 # %% ../nbs/13_checkpoint.ipynb #e59cd1b1
 def _generators(dls):
     "The generators that the `DataLoader`s of `dls` keep for themselves."
-    named = [(vars(dl).get("rng"), vars(dl).get("generator")) for dl in getattr(dls, "loaders", [])]
+    named = [(vars(dl).get("rng"), vars(dl).get("generator")) for dl in _loaders(dls)]
     return [rng for pair in named for rng in pair if rng is not None]
+
+
+def _loaders(dls):
+    "The `DataLoader`s of `dls`: those that `distrib_ctx` deals out hold their own inside."
+    return [vars(dl).get("dl", dl) for dl in getattr(dls, "loaders", [])]
 
 
 def _orders(dls):
     "The order of the texts in each `LMDataLoader`, which every epoch shuffles further."
-    items = [getattr(dl, "items", None) for dl in getattr(dls, "loaders", [])]
+    items = [getattr(dl, "items", None) for dl in _loaders(dls)]
     return [it.idxs for it in items if it is not None and hasattr(it, "idxs")]
 
 

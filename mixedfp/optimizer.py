@@ -339,6 +339,12 @@ def nonfinite_names(self: MasterOptimizer) -> list[str]:
     "The names of the parameters whose gradients hold inf or nan. Sync: a number each."
     return self._on.nonfinite_names()
 
+
+@patch
+def model_grads(self: MasterOptimizer) -> list[Tensor]:
+    "The gradients that the model shows, also where the masters have not taken them yet."
+    return [p.grad for p in self._params() if p.grad is not None]
+
 # %% ../nbs/07_optimizer.ipynb #e345318c
 class _States(defaultdict):
     "The states of masters; that of a model's parameter is found, too."

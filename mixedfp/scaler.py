@@ -10,6 +10,7 @@ __all__ = ['ScaleRecord', 'LossScaler', 'makes_states', 'nonfinite_names', 'is_f
 import copy
 import ctypes
 import math
+import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import reduce
@@ -20,9 +21,14 @@ import torch
 from fastcore.basics import patch
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
+from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .engine.torch_private import count_as_stepped, unscales_by_itself
+from mixedfp.engine.torch_private import (
+    at_end_of_backward,
+    count_as_stepped,
+    unscales_by_itself,
+)
 from .formats import MixedPrecisionError
 from .nested import check_factors, check_flag, check_positive, check_steps, notice_once
 from .sharded import agree, groups_of, is_sharded, local_parts
@@ -135,6 +141,8 @@ class LossScaler(GradScaler):
         # what the gradients of an optimizer are multiplied with: a scale; 1.0, they are unscaled;
         # None, it has stepped since
         self._grad_scales = WeakIdKeyDictionary()
+        self._left: dict = {}  # by an optimizer's id: gradients as the last backward pass left them
+        self._has_looked = False  # whether they are still so at `unscale_`: in one step alone
         self._record = ScaleRecord(init_scale)
         self._progress = _Progress(_float32(init_scale))
         self._before = self._progress  # the last step, which an `update` may still call skipped
@@ -187,6 +195,42 @@ def _check_bounds(first, low, high):
             f"a first scale of {first:g} is outside [min_scale, max_scale] = [{low:g}, {high:g}]"
         )
 
+# %% ../nbs/04_scaler.ipynb #080fcb14
+@patch
+def _note_grads_after(self: LossScaler, scaled):
+    "In the second step, note how the backward pass of `scaled` leaves the gradients."
+    self._left.clear()  # another pass comes
+    if self._has_looked or not scaled.requires_grad or is_compiling():
+        return
+    known = [o for o in self._grad_scales if isinstance(o, torch.optim.Optimizer)]
+    if not known:  # before the first step
+        return
+    me: Any = weakref.ref(self)
+
+    def note():
+        if (scaler := me()) is None:
+            return
+        for o in known:
+            grads = o.model_grads() if hasattr(o, "model_grads") else _grads(o)
+            scaler._left[id(o)] = [(weakref.ref(g), g._version) for g in grads]
+
+    # twice: DistributedDataParallel writes its means when the pass ends, too
+    scaled.register_hook(lambda _: at_end_of_backward(lambda: at_end_of_backward(note)))
+
+
+@patch
+def _say_if_written(self: LossScaler, optimizer):
+    "Say so where gradients were written into before they were unscaled."
+    left = self._left.pop(id(optimizer), ())
+    self._has_looked |= bool(left)
+    if any((g := ref()) is not None and g._version != was for ref, was in left):
+        notice_once(
+            "gradients were changed while they were multiplied by the loss scale. That is "
+            "right for a division, and wrong for clipping: before it, write "
+            "scaler.unscale_(optimizer). Accelerate and Hugging Face's Trainer clip by themselves, "
+            "and are told by accelerator.unscale_gradients = lambda *_: scaler.unscale_(optimizer)"
+        )
+
 # %% ../nbs/04_scaler.ipynb #a4c10b03
 @patch
 def scale(
@@ -234,7 +278,9 @@ def _multiply(self: LossScaler, outputs):
     if isinstance(outputs, torch.Tensor):
         if self.layers is not None:  # whose scales leave no trace, whatever `outputs` use
             outputs = self.layers.trace_loss(outputs)
-        return outputs * self._iteration.scale.to(outputs.device, non_blocking=True)
+        scaled = outputs * self._iteration.scale.to(outputs.device, non_blocking=True)
+        self._note_grads_after(scaled)
+        return scaled
     if not isinstance(outputs, Iterable):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
     scaled = map(self._multiply, outputs)
@@ -294,6 +340,7 @@ def unscale_(
 @contextmanager
 def _at_scale_of(self: LossScaler, optimizer):
     "Go back to the scale of the gradients: an `update` may have come before this step."
+    self._say_if_written(optimizer)
     now = self._scale
     scale = self._grad_scales.get(optimizer, now if self._iteration is None else self.used_scale)
     if scale is None:  # it has stepped: no loss was scaled since, but by hand
@@ -923,7 +970,7 @@ def load_state_dict(
 def __getstate__(self: LossScaler) -> dict:
     """Be copied and pickled with the record up to date, and without any optimizer."""
     self._read()
-    return super(LossScaler, self).__getstate__() | dict(_grad_scales=None)
+    return super(LossScaler, self).__getstate__() | dict(_grad_scales=None, _left={})
 
 
 @patch

@@ -23,14 +23,18 @@ def on_two_ranks(work: Callable[[int], Any], folder: Path, preload: tuple[str, .
 
 
 def on_ranks(
-    n: int, work: Callable[[int], Any], folder: Path, preload: tuple[str, ...] = ()
+    n: int,
+    work: Callable[[int], Any],
+    folder: Path,
+    preload: tuple[str, ...] = (),
+    method: str = "forkserver",  # a fork of a test's process would copy its threads' locks
 ) -> list:
     """Run `work(rank)` in `n` processes; return all results, which `torch.save` can write.
 
     `preload` names modules that all need, to be imported once.
     Raises: TimeoutError after `SECONDS`; RuntimeError with what was raised, or how a process ended.
     """
-    context = get_context("forkserver")  # a fork of this process would copy its threads' locks
+    context: Any = get_context(method)
     context.set_forkserver_preload(["ranks", *preload])
     processes = [context.Process(target=_run, args=(work, r, n, str(folder))) for r in range(n)]
     with _path_for_children():
@@ -64,10 +68,8 @@ def _path_for_children():
 
 def _wait(processes, folder, deadline):
     "Wait for all results; False if the time has run out. One that dies ends the waiting."
-    for _ in processes:
-        died = [p.exitcode and not (folder / f"{r}.pt").exists() for r, p in enumerate(processes)]
-        waiting = [p.sentinel for p in processes if p.exitcode is None]
-        if any(died) or not waiting:
+    while waiting := [p.sentinel for p in processes if p.exitcode is None]:
+        if any(p.exitcode and not (folder / f"{r}.pt").exists() for r, p in enumerate(processes)):
             break
         if not connection.wait(waiting, max(0.0, deadline - time.monotonic())):
             return False

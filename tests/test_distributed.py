@@ -3,7 +3,6 @@
 One pair of processes trains all the cases; the tests look at what it brings back.
 """
 
-import os
 import traceback
 from typing import Any
 
@@ -12,7 +11,17 @@ import pytest
 import torch
 from fastai.callback.training import GradientAccumulation, GradientClip
 from ranks import on_two_ranks
-from tiny import Do, Sometimes, conv_net, make_dls, make_learner, opt_state, pictures, weights
+from tiny import (
+    Do,
+    Sometimes,
+    be_distributed,
+    conv_net,
+    make_dls,
+    make_learner,
+    opt_state,
+    pictures,
+    weights,
+)
 
 from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
@@ -79,11 +88,7 @@ def overflow(learn):
 
 def train_all(rank):
     """Train all cases; where one fails, its place holds what was raised."""
-    from fastai.distributed import DistributedDL  # which needs accelerate
-
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="1")
-    DistributedDL._broadcast = broadcast
+    be_distributed(rank)
     results = {}
     for name, case in CASES.items():
         try:
@@ -96,13 +101,6 @@ def train_all(rank):
             learn.lr_find(show_plot=False)
     results["after lr_find"] = type(learn.model).__name__
     return results
-
-
-def broadcast(self, t, rank):
-    """Do what fastai's does, which needs a GPU."""
-    t = torch.tensor(t)
-    torch.distributed.broadcast(t, rank)
-    return t.tolist()
 
 
 @pytest.fixture(scope="module")

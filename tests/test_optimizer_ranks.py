@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from inside import round_half_up
 from ranks import on_two_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -198,6 +199,7 @@ CASES = {
     **{f"loose-{k}": dict(layout=v, bad=2, loose=True) for k, v in LAYOUTS.items()},
     **{f"clip-{k}": dict(layout=v, bad=2, clip=0.1, opt=SGD) for k, v in LAYOUTS.items()},
     **{f"zeros-{k}": dict(layout=v, bad=2, set_to_none=False) for k, v in LAYOUTS.items()},
+    "remainders": dict(dtype=BF16, layout=dict(flat_master=True, store_param_remainders=True)),
     "bare": dict(bad=2, hook=False),
     "loose-bfloat": dict(dtype=BF16, loose=True),
     "loose-parts": dict(dtype=HALF, loose=True, micro=4),
@@ -224,6 +226,24 @@ CASES = {
 }  # fmt: skip
 
 
+def remainders_by_hand(rank):
+    """Return float32 copies that PyTorch steps; gradients are averaged by hand, in 16 bits."""
+    torch.manual_seed(0)
+    masters = [p.detach() for p in Net().parameters()]
+    model, opt = Net().bfloat16(), AdamW(masters, lr=0.02, weight_decay=0.1)
+    xs, ys = make_data(5, 1)
+    rows = slice(8 * rank, 8 * rank + 8)
+    for x, y in zip(xs[:, 0, rows], ys[:, 0, rows], strict=True):
+        for p, master in zip(model.parameters(), masters, strict=True):
+            p.data, p.grad = round_half_up(master), None
+        loss_of(model, x, torch.ones(8, dtype=torch.bool), y).backward()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            torch.distributed.all_reduce(p.grad.div_(2))
+            master.grad = p.grad.float()
+        opt.step()
+    return dict(agreed={}, told=[], weights=torch.cat([m.flatten() for m in masters]))
+
+
 def train_all(rank):
     """Train all cases; where one fails, its place holds what was raised."""
     results = {}
@@ -235,6 +255,7 @@ def train_all(rank):
             results[name]["told"] = [str(w.message) for w in told]
         except Exception:
             results[name] = traceback.format_exc()
+    results["remainders-by-hand"] = remainders_by_hand(rank)
     return results
 
 
@@ -376,6 +397,13 @@ def test_what_changes_no_bit(ranks, name, other):
     """Gradients as views of buckets, a look between micro-batches, zeros instead of None, ..."""
     one, two = both(ranks, name)[0], both(ranks, other)[0]
     assert_same(one["agreed"], two["agreed"])
+
+
+def test_masters_of_two_bytes_are_those_of_an_average_by_hand(ranks):
+    """Bit for bit, on both ranks, with more bits than the weights have."""
+    for one, hand in zip(both(ranks, "remainders"), both(ranks, "remainders-by-hand"), strict=True):
+        assert_same(one["weights"], hand["weights"])
+    assert not one["weights"].equal(one["weights"].bfloat16().float())
 
 
 @pytest.mark.parametrize("name", ["averages", "averages-flat"])

@@ -184,11 +184,37 @@ def with_given_grads(line, opt_of, wrap):
     return whole(model, opt)
 
 
+def with_nothing_in_the_last(line, make):
+    """Return runs, ours and plain, of three rows for four processes: all of the last's is empty."""
+    ends = []
+    for wrap in (True, False):
+        model = net()[-1:]
+        fully_shard(model, mesh=line, mp_policy=F16)
+        opt = make(model.parameters())
+        if wrap:
+            model, opt = sharded_masters(model, opt)
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.ones(2, 8)).float().pow(2).sum().backward()
+            opt.step()
+        ends.append(whole(model, opt))
+    return ends, sum(p.to_local().numel() for p in model.parameters())
+
+
+def compiled_in_the_first(line, rank):
+    """Return runs, ours and plain, where the first process compiles its update, and how."""
+    ours, plain = shard("shards", line, None), shard("shards", line, None)
+    _, opt = sharded_masters(ours, MAKERS["adamw"](ours.parameters()), compiled=rank == 0)
+    (found, *_) = run(ours, opt, rank, n=3)
+    (expected, *_) = run(plain, MAKERS["adamw"](plain.parameters()), rank, n=3)
+    return found, expected, opt.update_paths()
+
+
 def refused(line):
     """Return what is said of what cannot be, each time of a model that stays as it was."""
     early, alone = net(), net()
     opt = torch.optim.SGD(early.parameters(), lr=0.1)
-    half = fully_shard(net().half(), mesh=line)
+    half, unmade = fully_shard(net().half(), mesh=line), fully_shard(net().to("meta"), mesh=line)
     good = shard("shards", line, None)
     twice = sharded_masters(good, torch.optim.SGD(good.parameters(), lr=0.1))[1]
     said = []
@@ -196,6 +222,7 @@ def refused(line):
         (alone, torch.optim.SGD(alone.parameters(), lr=0.1)),
         (fully_shard(early, mesh=line), opt),
         (half, torch.optim.SGD(half.parameters(), lr=0.1)),
+        (unmade, torch.optim.SGD(unmade.parameters(), lr=0.1)),
         (good, twice),
     ):
         hooks = [len(m._forward_hooks) for m in model.modules()]
@@ -237,6 +264,11 @@ def work(rank):
             for k, make in GIVEN.items()
         },
         "by norm": by_norm,
+        "empty": [
+            with_nothing_in_the_last(line, make)
+            for make in (MAKERS["adamw"], MAKERS["sgd"], lambda ps: ByNorm(ps, lr=0.1))
+        ],
+        "compiled": compiled_in_the_first(line, rank),
         "refused": refused(line),
     }
 
@@ -275,8 +307,24 @@ def test_what_looks_at_whole_tensors_sees_them_whole(ranks):
         assert_same(*found["by norm"])
 
 
+def test_a_process_that_has_nothing_goes_the_others_way(ranks):
+    """What looks at whole tensors would wait for it for good."""
+    for found in ranks:
+        for (ours, plain), _ in found["empty"]:
+            assert_same(ours, plain)
+    assert [found["empty"][0][1] for found in ranks] == [9, 9, 9, 0]
+
+
+def test_an_update_may_be_compiled(ranks):
+    """In one process alone: the others' bits are the plain ones."""
+    for i, found in enumerate(ranks):
+        ours, plain, paths = found["compiled"]
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+        assert set(paths) == ({"in chunks"} if i else {"compiled"})
+
+
 def test_what_cannot_be_is_refused_with_what_to_do(ranks):
     for said in (found["refused"] for found in ranks):
-        words = "with_masters", "after fully_shard", "MixedPrecisionPolicy", "only once"
+        words = "with_masters", "after fully_shard", "MixedPrecisionPolicy", "to_empty", "only once"
         for sentence, word in zip(said, words, strict=True):
             assert word in sentence

@@ -1,11 +1,14 @@
-"""Others' trainers, as nbs/15_trainers.ipynb uses them: alone, and two processes under DDP.
+"""Others' trainers, as nbs/15_trainers.ipynb uses them: alone, and two processes.
 
 Each is held against a loop by hand; the page's table says what was checked.
 """
 
+import logging
 import os
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from ranks import on_ranks
 from torch.distributed import get_world_size
 from torch.nn.parallel import DistributedDataParallel
 
+from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
 if not all(map(find_spec, ["accelerate", "lightning", "transformers"])):
@@ -23,6 +27,13 @@ TRAINERS = {
     "Fabric": "with_fabric",
     "lightning.Trainer": "with_lightning",
     "transformers.Trainer": "with_trainer",
+}
+RUNS = TRAINERS | {"a loop": "by_hand"}
+SHARDED = {
+    "Accelerator": "sharded_accelerate",
+    "Fabric": "sharded_fabric",
+    "lightning.Trainer": "sharded_lightning",
+    "a loop": "sharded_by_hand",
 }
 
 
@@ -66,7 +77,44 @@ def work(folder, rank):
         run(name, make(torch.float16), rank, bad=1, stop=3, save=file)
         found[name, "resumed"] = run(name, make(torch.float16), rank, bad=1, resume=file)
         found[name, "unbroken"] = run(name, make(torch.float16), rank, bad=1)
+    with logged() as told:
+        run("with_a_line_missing", make(torch.float16), rank)
+    return found | dict(told=told) | (all_sharded(rank) if n > 1 else {})
+
+
+@contextmanager
+def logged():
+    """Gather what is logged, once for each message."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("mixedfp").addHandler(handler)
+    yield told
+    logging.getLogger("mixedfp").removeHandler(handler)
+
+
+def all_sharded(rank):
+    """Return all runs of sharded models: {(place, trainer, kind): (weights, scale, skips)}."""
+    from trainers import page
+
+    found, names = {}, {name: {} for name in SHARDED.values()}
+    names["plain"] = dict(masters=lambda model, opt: (model, opt))
+    for place, name, dtype in product(["FSDP2", "TP"], names, ["float32", "float16", "bfloat16"]):
+        kwargs = names[name]
+        is_half, seed = dtype == "float16", rank if place == "FSDP2" else 0  # TP shares a batch
+        bad = 4 if is_half and (rank or place == "TP") else None
+        scaler = LossScaler("cpu", init_scale=512.0, enabled=is_half)
+        train = page["sharded_by_hand" if kwargs else name]
+        data = page["batches"](bad=bad, seed=seed)
+        model = train(place, getattr(torch, dtype), scaler, data, **kwargs)
+        weights = [whole(p.detach()) for p in model.parameters()]
+        found[place, name, dtype] = weights, scaler.state_dict(), scaler.skipped
     return found
+
+
+def whole(t):
+    """Return a tensor of which this process may have a part."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +128,7 @@ def done(tmp_path_factory):
 
 
 PLACE = pytest.mark.parametrize("place", ["one process", "DDP"])
-TRAINER = pytest.mark.parametrize("trainer", list(TRAINERS))
+TRAINER = pytest.mark.parametrize("trainer", [*TRAINERS, "a loop"])
 
 
 def holds(law):
@@ -93,13 +141,17 @@ def without(run, *names):
     return {k: v for k, v in run.items() if k not in names}
 
 
+FLOAT32 = "float32 masters change no bit: clipped steps are those of a loop by hand without them"
+FLOAT16 = "float16: it scales, clips unscaled gradients, skips an overflow (of one process: in all)"
+
+
 @PLACE
 @TRAINER
-@holds("float32 masters change no bit: clipped steps are those without them, and a loop's by hand")
+@holds(FLOAT32)
 def test_in_float32_it_is_the_plain_one(trainer, place, done):
     """Flat, the norm may be summed in another order."""
     for found in done[place]:
-        name, hand = TRAINERS[trainer], found["by_hand", "plain"]
+        name, hand = RUNS[trainer], found["by_hand", "plain"]
         assert_same(found[name, "float32"], found[name, "plain"])
         assert_same(found[name, "plain"], hand)
         torch.testing.assert_close(found[name, "flat"]["model"], hand["model"], rtol=1e-5, atol=0)
@@ -107,14 +159,14 @@ def test_in_float32_it_is_the_plain_one(trainer, place, done):
 
 @PLACE
 @TRAINER
-@holds("float16: it scales, clips unscaled gradients, skips an overflow (of one process: in all)")
+@holds(FLOAT16)
 def test_in_float16_it_is_the_loop_by_hand(trainer, place, done):
     """Bits, the loss scale and the record; ranks have one model."""
     for found in done[place]:
-        assert found[TRAINERS[trainer], "float16"]["skipped"] == [4]
-        assert_same(found[TRAINERS[trainer], "float16"], found["by_hand", "float16"])
-        first = done[place][0][TRAINERS[trainer], "float16"]
-        assert_same(found[TRAINERS[trainer], "float16"]["opt"], first["opt"])
+        assert found[RUNS[trainer], "float16"]["skipped"] == [4]
+        assert_same(found[RUNS[trainer], "float16"], found["by_hand", "float16"])
+        first = done[place][0][RUNS[trainer], "float16"]
+        assert_same(found[RUNS[trainer], "float16"]["opt"], first["opt"])
 
 
 @PLACE
@@ -123,12 +175,12 @@ def test_in_float16_it_is_the_loop_by_hand(trainer, place, done):
 def test_in_bfloat16_it_is_the_loop_by_hand(trainer, place, done):
     """As in float16, and nobody scales."""
     for found in done[place]:
-        assert_same(found[TRAINERS[trainer], "bfloat16"], found["by_hand", "bfloat16"])
+        assert_same(found[RUNS[trainer], "bfloat16"], found["by_hand", "bfloat16"])
         assert all(v.isfinite().all() for v in found["by_hand", "bfloat16"]["model"].values())
 
 
 @PLACE
-@TRAINER
+@pytest.mark.parametrize("trainer", TRAINERS)
 @holds("float16: a run resumed after a skip ends in the bits of an unbroken one, scale included")
 def test_it_goes_on_from_its_file(trainer, place, done):
     """The record of skips begins anew."""
@@ -136,3 +188,43 @@ def test_it_goes_on_from_its_file(trainer, place, done):
         resumed, unbroken = (found[TRAINERS[trainer], k] for k in ("resumed", "unbroken"))
         assert unbroken["skipped"] == [1] and resumed["skipped"] == []
         assert_same(without(resumed, "skipped"), without(unbroken, "skipped"))
+
+
+@PLACE
+def test_a_missing_line_is_named(place, done):
+    """Accelerate clips scaled gradients; the notice says which line is to be written."""
+    for found in done[place]:
+        assert any("accelerator.unscale_gradients" in message for message in found["told"])
+
+
+IN_SHARDS = pytest.mark.parametrize("place", ["FSDP2", "TP"])
+
+
+@IN_SHARDS
+@pytest.mark.parametrize("trainer", SHARDED)
+@holds(FLOAT32)
+def test_shards_in_float32_are_the_plain_optimizers(trainer, place, done):
+    """The loop's by hand without us."""
+    for found in done["DDP"]:
+        assert_same(found[place, SHARDED[trainer], "float32"], found[place, "plain", "float32"])
+
+
+@IN_SHARDS
+@pytest.mark.parametrize("trainer", SHARDED)
+@holds(FLOAT16)
+def test_shards_in_float16_are_the_plain_optimizers(trainer, place, done):
+    """With the same scaler; in each process's weights."""
+    for found in done["DDP"]:
+        run = found[place, SHARDED[trainer], "float16"]
+        assert_same(run, found[place, "plain", "float16"])
+        assert run[2] == [4] and run[1]["scale"] == 256.0
+        assert_same(run, done["DDP"][0][place, SHARDED[trainer], "float16"])
+        assert not run[0][0].equal(found[place, "plain", "float32"][0][0])  # it was in 16 bits
+
+
+@IN_SHARDS
+@pytest.mark.parametrize("trainer", SHARDED)
+@holds("bfloat16: it clips; steps are those of the plain optimizer over the same shards")
+def test_shards_in_bfloat16_are_the_plain_optimizers(trainer, place, done):
+    for found in done["DDP"]:
+        assert_same(found[place, SHARDED[trainer], "bfloat16"], found[place, "plain", "bfloat16"])

@@ -143,15 +143,31 @@ def pictures(n, seed=0):
     return noise + y.view(n, 1, 1, 1) - 0.5, y
 
 
-def make_dls(*tensors, n_valid=8, bs=8, n_inp=None):
+def make_dls(*tensors, n_valid=8, bs=8, n_inp=None, shuffle=False):
     """Return `DataLoaders` over the rows of `tensors`, the last `n_valid` for validation."""
     rows = list(zip(*tensors, strict=True))
     dls = DataLoaders.from_dsets(
-        rows[:-n_valid], rows[-n_valid:], bs=bs, shuffle=False, num_workers=0, device=DEVICE
+        rows[:-n_valid], rows[-n_valid:], bs=bs, shuffle=shuffle, num_workers=0, device=DEVICE
     )
     if n_inp is not None:
         dls.n_inp = n_inp
     return dls
+
+
+def be_distributed(rank, n=2):
+    """Be one of `n` processes for fastai, as its launcher would tell."""
+    from fastai.distributed import DistributedDL  # which needs accelerate
+
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
+    os.environ |= dict(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="1")
+    DistributedDL._broadcast = _broadcast
+
+
+def _broadcast(self, t, rank):
+    """Do what fastai's does, which needs a GPU."""
+    t = torch.tensor(t)
+    torch.distributed.broadcast(t, rank)
+    return t.tolist()
 
 
 def picture_dls(n=32, **kwargs):

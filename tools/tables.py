@@ -18,6 +18,7 @@ import pytest
 PAGES = Path(__file__).resolve().parent.parent / "nbs"
 WHERE = {"14_callbacks": "precision", "15_trainers": "place"}  # page: the parameter
 HEADS = {"14_callbacks": "callback", "15_trainers": "trainer"}
+COLUMNS = {"15_trainers": ["one process", "DDP", "FSDP2", "TP"]}  # one for each place
 # page: {(subject, law): [(place of a test, where, outcome)]}
 found = defaultdict(lambda: defaultdict(list))
 
@@ -60,6 +61,21 @@ def result(ends: list[tuple]) -> str:
     return "; ".join(f"{', '.join(where[k])}: {k}".removeprefix(": ") for k in sorted(where))
 
 
+def by_place(table: str) -> Iterator[str]:
+    """Yield the lines of a table with a column for each place; a dash where nothing was tried."""
+    columns, alike = COLUMNS[table], defaultdict(list)
+    yield f"| {HEADS[table]} | what was checked | {' | '.join(columns)} |"
+    yield f"|{' --- |' * (2 + len(columns))}"
+    for (subject, law), ends in sorted(found[table].items(), key=lambda kv: (min(kv[1]), kv[0])):
+        cells = {}
+        for _, where, outcome in sorted(ends):
+            cells[where] = outcome if cells.get(where, "passed") == "passed" else cells[where]
+        alike[law, tuple(cells.get(c, "–") for c in columns)].append(subject)
+    for (law, cells), subjects in alike.items():
+        names = ", ".join(f"`{name}`" for name in sorted(subjects, key=str.lower))
+        yield f"| {names} | {law} | {' | '.join(cells)} |"
+
+
 def rows(table: str) -> Iterator[str]:
     """Yield the lines: what holds for all first, then one subject after the other."""
     yield f"| {HEADS[table]} | what was checked | result |\n| --- | --- | --- |"
@@ -87,7 +103,7 @@ def differs(table: str, write: bool) -> bool:
     path = PAGES / f"{table}.ipynb"
     nb = nbformat.read(path, 4)
     [cell] = [cell for cell in nb.cells if cell.id == "table"]
-    text = "\n".join(rows(table))
+    text = "\n".join((by_place if table in COLUMNS else rows)(table))
     if not write:
         return cell.source != text
     cell.source = text
