@@ -1,5 +1,6 @@
 """Installs the package; every setting is in settings.ini, nothing is to be edited here."""
 
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -16,11 +17,19 @@ licenses = {"apache2": "Apache-2.0"}
 extra = "_requirements"
 readme = here / "README.md"
 
+
+def for_everywhere(text: str) -> str:
+    """Make the links and pictures of `text` that are files of the project addresses online."""
+    base = cfg["git_url"] + "/{0}/" + cfg["branch"] + "/"
+    text = re.sub(r"(!\[[^]]*\]\()(?!\w+:|#)", r"\g<1>" + base.format("raw"), text)
+    return re.sub(r"((?<!!)\[[^]]*\]\()(?!\w+:|#)", r"\g<1>" + base.format("blob"), text)
+
+
 setuptools.setup(
     name=cfg["lib_name"],
     version=cfg["version"],
     description=cfg["description"],
-    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description=for_everywhere(readme.read_text(encoding="utf-8")) if readme.exists() else "",
     long_description_content_type="text/markdown",
     keywords=cfg["keywords"],
     author=cfg["author"],

@@ -29,6 +29,13 @@ def directives(source: str) -> list[str]:
     return found
 
 
+def alt_text(cell: nbformat.NotebookNode) -> str:
+    """Give what the lines `#| fig-alt: …` say of the cell's picture, in words."""
+    given = [d for d in directives(cell.source) if d.startswith("fig-alt: ")]
+    found = " ".join(line.removeprefix("fig-alt: ") for line in given)
+    return found or "The picture that this cell draws"
+
+
 def without_directives(source: str) -> str:
     """Give `source` without the `#| …` lines it starts with."""
     lines = source.splitlines()

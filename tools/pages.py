@@ -13,7 +13,15 @@ from pathlib import Path
 import nbformat
 import reference
 from latex2mathml.converter import convert
-from notebooks import ROOT, all_notebooks, directives, shown, without_code, without_directives
+from notebooks import (
+    ROOT,
+    all_notebooks,
+    alt_text,
+    directives,
+    shown,
+    without_code,
+    without_directives,
+)
 
 OUT = ROOT / "_proc"
 PAGES = OUT / "pages"
@@ -106,8 +114,8 @@ def fenced(text: str, kind: str) -> str:
     return f"{fence} {kind}\n{text.rstrip()}\n{fence}\n"
 
 
-def output(out: nbformat.NotebookNode, page: str, name: str) -> str:
-    """Write what a cell of `page` gave; a picture becomes a file called `name`."""
+def output(out: nbformat.NotebookNode, page: str, name: str, alt: str) -> str:
+    """Write what a cell of `page` gave; a picture, described by `alt`, is a file called `name`."""
     if out.output_type == "stream":
         return fenced(out.text, "{ .text .output }") if out.text.strip() else ""
     data = out.get("data", {})
@@ -115,7 +123,7 @@ def output(out: nbformat.NotebookNode, page: str, name: str) -> str:
         if kind in data:
             (PAGES / f"{name}.{ending}").parent.mkdir(parents=True, exist_ok=True)
             (PAGES / f"{name}.{ending}").write_bytes(base64.b64decode(data[kind]))
-            return f"![The picture that this cell draws]({relative(name, page)}.{ending})\n"
+            return f"![{alt}]({relative(name, page)}.{ending})\n"
     if "text/markdown" in data:
         return data["text/markdown"] + "\n"
     if "text/html" in data:
@@ -141,7 +149,8 @@ def write_notebook(notebook: Path, names: Names) -> str:
         hidden = "echo: false" in directives(cell.source)
         out.append(fenced(source, "python") if source and not hidden else "")
         for j, given in enumerate(cell.outputs):
-            out.append(output(given, page, f"pictures/{page.removesuffix('.md')}-{i}-{j}"))
+            name = f"pictures/{page.removesuffix('.md')}-{i}-{j}"
+            out.append(output(given, page, name, alt_text(cell)))
     text = "\n".join(part for part in out if part)
     write(page, text)
     title = re.search(r"^# (.+)$", text, flags=re.MULTILINE)

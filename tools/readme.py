@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 from figures import MARK
 from nbconvert import MarkdownExporter
-from notebooks import ROOT, shown, without_code, without_directives
+from notebooks import ROOT, alt_text, shown, without_code, without_directives
 
 PICTURES = "index_files"
 # What a page on GitHub shows best, first.
@@ -22,7 +22,9 @@ PRIORITY = ["text/markdown", "image/png", "image/jpeg", "image/svg+xml", "text/h
 def render(path: Path) -> dict[str, bytes]:
     """Give the content of each file, by its name, that the notebook at `path` makes."""
     nb = nbformat.read(path, as_version=4)
-    nb.cells = [without_code(cell) for cell in nb.cells if shown(cell)]
+    cells = [cell for cell in nb.cells if shown(cell)]
+    descriptions = {str(i): alt_text(cell) for i, cell in enumerate(cells)}
+    nb.cells = [without_code(cell) for cell in cells]
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             cell.source = MARK.sub("", cell.source)
@@ -35,6 +37,8 @@ def render(path: Path) -> dict[str, bytes]:
     exporter.display_data_priority = PRIORITY
     resources = {"output_files_dir": PICTURES, "unique_key": "figure"}
     text, resources = exporter.from_notebook_node(nb, resources)
+    described = rf"!\[png\]\(({PICTURES}/figure_(\d+)_)"
+    text = re.sub(described, lambda found: f"![{descriptions[found[2]]}]({found[1]}", text)
     # fastai's and pandas' tables bring a style sheet, which GitHub would show as text
     text = re.sub(r"\s*<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r"^```python\s*```$", "", text, flags=re.MULTILINE)  # code that is not shown
