@@ -188,7 +188,7 @@ def count_flushed(
     self: GradStore,
     grads: list[Tensor | None],  # as `see` has seen them
 ) -> None:
-    "Once an iteration, before anybody unscales them: see what float16 has lost."
+    "Once an iteration, before they are unscaled: see what float16 has lost."
     lent = self.exchange.lent
     if not self.iteration.is_counted and lent is not None and any(map(is_not, grads, repeat(None))):
         self.flushed.count(lent.params, grads, self.iteration.scale)
