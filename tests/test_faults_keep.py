@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+import weakref
 from functools import partial
 
 import inside
@@ -104,6 +105,15 @@ def test_a_state_dict_that_is_held_may_be_written_later(dtype, flat, remainders)
     assert model[0].weight.count_nonzero() == 12
     one_step(model, opt)
     assert model[2].weight.count_nonzero() > 0
+
+
+def test_a_state_dict_that_is_let_go_takes_no_memory():
+    """The model looks once whether it was written into."""
+    model, *_ = written_net(BF16, False, False, 1)
+    shown = weakref.ref(model.state_dict()["2.weight"])
+    assert shown() is not None
+    model(torch.ones(2, 3))
+    assert shown() is None
 
 
 # 2.17 What stays in 32 bits
