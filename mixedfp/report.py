@@ -1081,8 +1081,9 @@ def plot_snr(
     floor = min([*finite, MIN_OWN_SNR]) - 5
     for kind, color, marker, label in kinds:
         points = [(getattr(m, kind), i) for i, m in enumerate(modules)]
-        xs = [x if math.isfinite(x) else math.nan for x, _ in points]
-        ax.plot(xs, range(len(xs)), color=color, marker=marker, ms=3, lw=1, label=label)
+        seen = [(math.nan if math.isinf(x) else x, i) for x, i in points if not math.isnan(x)]
+        xs, ys = zip(*seen, strict=True) if seen else ((), ())
+        ax.plot(xs, ys, color=color, marker=marker, ms=3, lw=1, label=label)
         lost = [i for x, i in points if x == -math.inf]
         ax.plot([floor] * len(lost), lost, "x", color=color, ms=6, zorder=3)
         floor += 0.05 * (74 - floor)  # one column each
