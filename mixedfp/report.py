@@ -355,9 +355,9 @@ class _Forced(_Comparison):
 
     def backward(self) -> None:
         "Hand float32's gradients to what each module has made: nothing else arrives there."
-        pairs = [(t, (g * self.scale).to(t.dtype)) for t, g in self.ends]
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
+        if self.ends:
+            grads = [(g * self.scale).to(t.dtype) for t, g in self.ends]
+            torch.autograd.backward([t for t, _ in self.ends], grads)
 
     def _compare(self, event, tensors, o):
         self.ends += [
