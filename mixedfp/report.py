@@ -160,7 +160,7 @@ class _Event:
         self.maker = maker  # of those in `own`: the module; of inputs the one around it
         self.own = own  # places of tensors that `maker` has made, not one of its parts
         self.tensors = tensors  # copies
-        self.grads: dict[int, Tensor] = {}  # by place, of inputs
+        self.grads: dict[int, Tensor] = {}  # by place
         self.half: dict[int, Tensor] = {}  # by place, of `own`: what 16 bits have made of it
 
 
@@ -188,11 +188,11 @@ class _Reference:
     def after(self, name, out):
         self.running.pop()
         self.calls[name] += 1
-        self._note(name, name, floats(out), is_leaf=self.last == name)
+        event = self._note(name, name, floats(out), is_leaf=self.last == name)
         self.last = None
-        for t in floats(out):
+        for k, t in enumerate(floats(out)):
             if t.requires_grad:
-                t.register_hook(_taking(self._take_arriving, name, None))
+                t.register_hook(_taking(self._take_arriving, event, k))
         makers = [self.made[_place(t)][1] for t in floats(out)]
         self.top[name] = makers[0] if makers else name
 
@@ -251,9 +251,11 @@ def _take_grad(self: _Reference, event, k, g):
 
 
 @patch
-def _take_arriving(self: _Reference, name, _, g):
+def _take_arriving(self: _Reference, event, k, g):
     "A layer with a scale of its own multiplies these, too."
-    _count(self.tape, g, name, "arriving")
+    if k in event.own:
+        event.grads[k] = _plain(g)
+    _count(self.tape, g, event.name, "arriving")
 
 
 def _count(tape, t, *key):
@@ -276,7 +278,7 @@ class _Comparison:
 
     def begin(self) -> None:
         "From the model's inputs on; a forward pass that turns out to need autocast begins anew."
-        self.position, self.found = 0, []
+        self.position, self.found, self.ends = 0, [], []
 
     def end(self) -> None:
         "Keep what the forward pass has found."
@@ -349,9 +351,20 @@ def _note_grad(self: _Comparison, ref, g, *key):
 
 # %% ../nbs/11_report.ipynb #0d40c81f
 class _Forced(_Comparison):
-    "A pass in which each module is handed what float32 would have handed to it."
+    "A pass in which each module is handed what float32 would have handed to it, both ways."
+
+    def backward(self) -> None:
+        "Hand float32's gradients to what each module has made: nothing else arrives there."
+        if self.ends:
+            grads = [(g * self.scale).to(t.dtype) for t, g in self.ends]
+            torch.autograd.backward([t for t, _ in self.ends], grads)
 
     def _compare(self, event, tensors, o):
+        self.ends += [
+            (tensors[k], _dense(event.grads[k]))
+            for k in event.own
+            if k in event.grads and tensors[k].requires_grad
+        ]
         for k in event.own:
             now = _plain(tensors[k])
             self._note_noise(event.tensors[k], now, event.maker, "own")
@@ -453,7 +466,7 @@ def _run(twins, model, batch, loss_func, watch, scale=None):
 # %% ../nbs/11_report.ipynb #c8372878
 @patch
 def measure(self: _Twins, batch, loss_func, ref, scale):
-    "Three forward and two backward passes; their numbers go onto the tape of `ref`."
+    "Three forward and three backward passes; their numbers go onto the tape of `ref`."
     ref.begin()
     ref.tape.add(_run(self, self.full, batch, loss_func, ref, 1.0), "float32", "loss")
     for name, p in self.full.named_parameters():
@@ -476,9 +489,26 @@ def measure(self: _Twins, batch, loss_func, ref, scale):
     forced = _Forced(ref.tape, ref, scale, False)
     self.is_measured = _second_event_of(forced)
     _run(self, self.half, batch, loss_func, forced)
+    if layers is None:  # whose scales are in no gradient of this pass
+        self._compare_own_grads(forced)
     forced.end()
     self._keep_grads()
     return comparison.dtypes
+
+
+@patch
+def _compare_own_grads(self: _Twins, forced):
+    "Of each weight's error what its own module makes, and the rest."
+    had = [q.grad for q in self.half.parameters()]
+    for q in self.half.parameters():
+        q.grad = None
+    forced.backward()
+    triples = zip(self.full.named_parameters(), self.half.parameters(), had, strict=True)
+    for (name, p), q, before in triples:
+        if p.grad is not None and q.grad is not None and before is not None:
+            now, before = (_dense(g).float() / forced.scale for g in (q.grad, before))
+            forced._note_noise(_dense(p.grad), now, name, "weight", "own")
+            forced.found.append((torch.linalg.vector_norm(before - now), name, "weight", "rest"))
 
 
 def _second_event_of(comparison):
@@ -487,7 +517,7 @@ def _second_event_of(comparison):
     def begin():
         kept = [item for item in comparison.found if item[1] == INPUTS]
         comparison.begin()
-        comparison.position, comparison.found = 1, kept
+        comparison.position, comparison.found, comparison.ends = 1, kept, []
 
     return begin
 
@@ -595,6 +625,9 @@ def _decibels(signal, noise):
     return 10 * math.log10(sum(v * v for [v] in signal) / squares) if squares else math.inf
 
 
+_OWN = ("own", "signal"), ("own", "noise"), ("rest",)
+
+
 class ModuleNumbers:
     "What is known of one module: a row of the report."
 
@@ -614,6 +647,8 @@ class ModuleNumbers:
         ends = ("signal", "noise")
         pairs = [sum((found.get((*key, end), []) for key in grads), []) for end in ends]
         self.grad_snr = _decibels(*pairs)
+        own = [[v for k in params for v in found.get((k, "weight", *e), [])] for e in _OWN]
+        self.grad_own, self.grad_inherited = (_decibels(own[0], noise) for noise in own[1:])
         self.updated = sum(v for k in params for [v] in found.get((k, "updated"), []))
         self.lost = sum(v for k in params for [v] in found.get((k, "lost"), []))
         ulps = [v for k, p in params.items() for v in found.get((k, "ulps"), []) * p.numel()]
@@ -789,6 +824,8 @@ def _row(m, scale):
         "own (dB)": m.own,
         "inherited (dB)": m.inherited,
         "grad SNR (dB)": m.grad_snr,
+        "grad own (dB)": m.grad_own,
+        "grad inherited (dB)": m.grad_inherited,
         "lost updates %": 100 * m.lost_updates,
         "|Δw| (ulps)": m.ulps,
         "verdict": m.verdict + (f": column(s) {m.columns}" if m.columns else ""),
@@ -869,9 +906,10 @@ def precision_report(
 ) -> PrecisionReport:
     """Compare a model in 16 bits with itself in 32, module by module.
 
-    Each batch goes through copies of the model, without dropout: three forward and two backward
-    passes; more memory is needed for the two copies, the activations in 32 bits
-    twice and their gradients once.
+    Each batch goes through copies of the model, without dropout: three forward and three backward
+    passes; more memory is needed for the two copies, the activations in 32 bits twice, their
+    gradients, and the graph of one pass. With scales of layers, which gradient's error is whose
+    is not told.
     Raises: TypeError, ValueError for settings that make no sense; whatever the model raises.
     Sync: one transfer at the end of all passes.
     """
@@ -937,6 +975,7 @@ def _layer_scale(scales, name):
 # %% ../nbs/11_report.ipynb #1e3bee69
 # Okabe and Ito's, https://jfly.uni-koeln.de/color
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
+_PINK = "#CC79A7"
 _MAX_LABELS = 54  # on an axis
 
 
@@ -1032,14 +1071,19 @@ def plot_snr(
     "Draw signal to noise along the depth: of each output the own and the inherited error."
     modules = [m for m in report.modules if not math.isnan(m.snr)]
     ax = _axes(len(modules), ax)
-    kinds = ("own", _BLUE, "o"), ("inherited", _ORANGE, "s"), ("grad_snr", _GREEN, "^")
-    finite = [v for m in modules for k, _, _ in kinds if math.isfinite(v := getattr(m, k))]
+    kinds = (
+        ("own", _BLUE, "o", "output, own error"),
+        ("inherited", _ORANGE, "s", "output, inherited error"),
+        ("grad_own", _GREEN, "^", "weights' gradients, own error"),
+        ("grad_inherited", _PINK, "v", "weights' gradients, inherited error"),
+    )
+    finite = [v for m in modules for k, *_ in kinds if math.isfinite(v := getattr(m, k))]
     floor = min([*finite, MIN_OWN_SNR]) - 5
-    for kind, color, marker in kinds:
+    for kind, color, marker, label in kinds:
         points = [(getattr(m, kind), i) for i, m in enumerate(modules)]
-        xs = [x if math.isfinite(x) else math.nan for x, _ in points]
-        label = "gradients, all errors" if kind == "grad_snr" else f"output, {kind} error"
-        ax.plot(xs, range(len(xs)), color=color, marker=marker, ms=3, lw=1, label=label)
+        seen = [(math.nan if math.isinf(x) else x, i) for x, i in points if not math.isnan(x)]
+        xs, ys = zip(*seen, strict=True) if seen else ((), ())
+        ax.plot(xs, ys, color=color, marker=marker, ms=3, lw=1, label=label)
         lost = [i for x, i in points if x == -math.inf]
         ax.plot([floor] * len(lost), lost, "x", color=color, ms=6, zorder=3)
         floor += 0.05 * (74 - floor)  # one column each

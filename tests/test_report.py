@@ -349,6 +349,28 @@ def test_own_and_inherited_errors_are_told_apart():
     assert rows["part2"].snr == pytest.approx(db - 20 * math.log10(1.5))
 
 
+class NoisyBackward(nn.Module):
+    """Has a weight, and multiplies its gradients by 1 + 2**-5 in float16."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear_weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x):
+        factor = 1 + 2.0**-5 if x.dtype == torch.float16 else 1.0
+        return _TimesBackward.apply(x @ self.linear_weight, factor)
+
+
+def test_own_and_inherited_errors_of_gradients_are_told_apart():
+    model = Model([nn.Linear(4, 4), NoisyBackward(), nn.Linear(4, 2)])
+    batch = torch.randn(8, 4), torch.arange(8) % 2
+    rows = {m.name: m for m in precision_report(model, [batch], loss_func).modules}
+    db = pytest.approx(20 * math.log10(2**5), abs=0.5)
+    assert rows["part1"].grad_own == db and rows["part1"].grad_inherited > 50
+    assert rows["part0"].grad_own > 50 and rows["part0"].grad_inherited == db
+    assert rows["part2"].grad_own > 50 and rows["part2"].grad_inherited > 50
+
+
 def in_float16(model, batch, scale):
     """Return the gradients that a real backward pass in float16 computes, by name."""
     model = copy.deepcopy(model)
