@@ -542,7 +542,7 @@ def plot_results(
 
 def _bars(ax: Axes, values: pd.Series, label: str) -> None:
     """Draw a bar for each precision, the first one on top, in the colours of the lines."""
-    bars = ax.barh(values.index, values, color=[_color(name) for name in values.index])
+    bars = ax.barh(values.index, values, color=[_color(str(name)) for name in values.index])
     ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=2, fontsize="small")
     ax.invert_yaxis()
     ax.margins(x=0.3)
