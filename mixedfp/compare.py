@@ -48,6 +48,7 @@ import mixedfp.callback  # noqa: F401  gives `Learner` its methods
 from .cast import model2half, to_float, to_half
 from .command import DEFAULT_PRECISIONS, PRECISIONS, main  # noqa: F401
 from .examples import Darknet, cifar10, photos, picture_folder
+from .testing import COLORS
 
 # %% ../nbs/21_compare.ipynb #0dd79884
 OPTIMIZERS = {"sgd": partial(SGD, mom=0.9), "adam": Adam, "rmsprop": RMSProp}  # sgd with momentum
@@ -504,6 +505,14 @@ def _smooth(values: list[float], window: int) -> list[float]:
     return pd.Series(values).rolling(max(1, window), min_periods=1).mean().tolist()
 
 
+def _color(precision: str) -> str:
+    """Return the colour of the format that `precision` trains in, as on all pages."""
+    if precision == "bf16-pure":
+        return COLORS["no masters"]
+    formats = {"bf16": "bfloat16", "fp16": "float16"}
+    return COLORS[next((name for key, name in formats.items() if key in precision), "float32")]
+
+
 def plot_results(
     results: list[Result],  # of `compare`
     title: str = "",  # above the picture
@@ -515,9 +524,9 @@ def plot_results(
     ax_loss, ax_time, ax_memory = fig.subplots(1, 3, width_ratios=(2, 1, 1))
     seeds = list(dict.fromkeys(r.seed for r in results))
     for r in results:
-        i = names.index(r.precision)
         label = r.precision if r.seed == seeds[0] else "_" + r.precision  # "_": not in the legend
-        style = {"color": f"C{i}", "lw": 1.2, "ls": ["-", "--", ":"][i % 3], "label": label}
+        line = ["-", "--", ":", "-."][names.index(r.precision) % 4]
+        style = {"color": _color(r.precision), "lw": 1.2, "ls": line, "label": label}
         ax_loss.plot(_smooth(r.losses, len(r.losses) // 8), **style)
     ax_loss.set(xlabel="step", ylabel="training loss")
     ax_loss.legend(fontsize="small", frameon=False)
@@ -533,7 +542,7 @@ def plot_results(
 
 def _bars(ax: Axes, values: pd.Series, label: str) -> None:
     """Draw a bar for each precision, the first one on top, in the colours of the lines."""
-    bars = ax.barh(values.index, values, color=[f"C{i}" for i in range(len(values))])
+    bars = ax.barh(values.index, values, color=[_color(str(name)) for name in values.index])
     ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=2, fontsize="small")
     ax.invert_yaxis()
     ax.margins(x=0.3)
