@@ -868,7 +868,7 @@ class FlushWatch:
         if self.every and self.n_steps % self.every == min(self.first, self.every - 1):
             self._look(params, grads, scale)
 
-    def read(self) -> float:  # the share that was flushed, at the least; 0.0 where that is not known
+    def read(self) -> float:  # the share that was flushed, at the least; 0.0 where not known
         "Judge the last look. Sync: one transfer a device, if it is not read yet."
         if self._unread is None:
             return 0.0
