@@ -1,0 +1,105 @@
+"""What a report costs, and a healthy step with all that watches it, in turns on a CPU.
+
+    python bench/report.py --out bench/results/report.json    # 2 minutes on 2 cores
+
+A Darknet on batches of 64 random pictures of 32 x 32, in a Learner. `plain` trains with `to_fp16()`
+alone; `watched` with `heal=True`, the recorder's columns and the norm of the gradients before they
+are clipped; both are flat. `step` is the median time of a batch, `ratio` the median over turns of
+watched by plain. `report` and `find_overflow` are in steps of `plain`, for one batch.
+"""
+
+import argparse
+import json
+import platform
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+import torch
+from fastai.callback.core import Callback
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from fastai.optimizer import Adam
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from mixedfp.callback import GradNorm, PrecisionRecorder
+from mixedfp.examples import Darknet
+from mixedfp.overflow import find_overflow
+from mixedfp.report import precision_report
+
+WAYS = {"plain": {}, "watched": dict(heal=True)}
+
+
+class Times(Callback):
+    """Takes the time of each batch."""
+
+    order = -100
+
+    def __init__(self):
+        self.taken = []
+
+    def before_batch(self):
+        self.began = time.perf_counter()
+
+    def after_batch(self):
+        self.taken.append(time.perf_counter() - self.began)
+
+
+def learner(batches: int, **settings) -> Learner:
+    """Make a Learner in float16 that trains quietly."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(64 * batches, 3, 32, 32), torch.arange(64 * batches) % 10)
+    dls = DataLoaders(DataLoader(data, 64), DataLoader(data, 64))
+    cbs = [Times(), *([PrecisionRecorder(), GradNorm()] if settings else [])]
+    model = Darknet([1, 2, 2], num_classes=10, nf=16)
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), opt_func=Adam, lr=1e-3, cbs=cbs)
+    return learn.to_fp16(flat_master=True, **settings)
+
+
+def seconds(f, *args, **kwargs) -> float:
+    """Take the time of one call."""
+    began = time.perf_counter()
+    f(*args, **kwargs)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--turns", type=int, default=7)
+    args = parser.parse_args()
+    learns = {way: learner(5, **settings) for way, settings in WAYS.items()}
+    turns = {way: [] for way in WAYS}
+    for turn in range(args.turns + 1):
+        for way, learn in learns.items():
+            learn.times.taken.clear()
+            with learn.no_bar(), learn.no_logging():
+                learn.fit(1)
+            if turn:  # the first one warms up
+                turns[way].append(median(learn.times.taken[:5]))
+    plain = median(turns["plain"])
+    model = Darknet([1, 2, 2], num_classes=10, nf=16)
+    batch, loss = next(iter(learns["plain"].dls.train)), nn.CrossEntropyLoss()
+    asked = {"report": (precision_report, [batch]), "find_overflow": (find_overflow, batch)}
+    found = {
+        name: median(seconds(f, model, given, loss) for _ in range(3)) / plain
+        for name, (f, given) in asked.items()
+    }
+    about = dict(date=str(date.today()), torch=torch.__version__, machine=platform.machine())
+    pairs = zip(turns["watched"], turns["plain"], strict=True)
+    result = dict(
+        about=about | dict(threads=torch.get_num_threads()),
+        step_ms={way: round(1e3 * median(times), 1) for way, times in turns.items()},
+        ratio=round(median(a / b for a, b in pairs), 3),
+        in_steps={name: round(x, 1) for name, x in found.items()},
+    )
+    print(json.dumps(result, indent=1))
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
