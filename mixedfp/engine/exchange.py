@@ -119,7 +119,7 @@ def _kind(value, p):
     return value.item() if value.numel() == 1 else id(value)
 
 
-def _of_nobody(state):
+def _of_no_bucket(state):
     "What an optimizer keeps in its state beside the parameters', such as a count of its own."
     return {k: v for k, v in state.items() if not isinstance(k, Tensor)}
 
@@ -202,7 +202,7 @@ def lend(self: ParamExchange) -> Lent:
     _rename_inner_states(core, {p: u.master for u in buckets for p in u.params})
     set_lists(core, masters_of_groups)
     self._set_slow_weights(slow)
-    core.state = defaultdict(dict, joined | _of_nobody(state))  # last: see `reclaim`
+    core.state = defaultdict(dict, joined | _of_no_bucket(state))  # last: see `reclaim`
     return self.lent
 
 
@@ -227,7 +227,7 @@ def _own_of(self: ParamExchange, lent, core):
     "What is the optimizer's own by now: the masters' states, taken apart."
     lists = [[u.master for u in group] for group in lent.groups]
     now = self._fold_slow_weights(lists, core.state)
-    state = lent.rest | _of_nobody(now)
+    state = lent.rest | _of_no_bucket(now)
     for u in lent.buckets:
         if now.get(u.master):
             state |= zip(u.params, u.split(now[u.master]), strict=True)
