@@ -43,7 +43,7 @@ setuptools.setup(
         "Natural Language :: " + cfg["language"],
         *("Programming Language :: Python :: " + o for o in pythons),
     ],
-    packages=[cfg["lib_path"]],
+    packages=setuptools.find_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"]),
     package_data={cfg["lib_path"]: ["py.typed"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),

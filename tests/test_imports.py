@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import mixedfp
 
 CORE = "formats testing cast master scaler layerwise step optimizer report skorch".split()
@@ -48,3 +50,13 @@ def test_what_is_for_fastai_loads_fastai_and_not_skorch():
     names = existing(["callback", "examples", "compare", "all"])
     loaded = loaded_by("\n".join(f"import mixedfp.{name}" for name in names))
     assert "fastai" in loaded and "skorch" not in loaded
+
+
+def test_what_is_installed_has_every_module(tmp_path):
+    """An editable install shows the folder as it is; a wheel has what setup.py names."""
+    pytest.importorskip("setuptools")
+    build = ["egg_info", "--egg-base", tmp_path, "build_py", "--build-lib", tmp_path / "lib"]
+    subprocess.run([sys.executable, "setup.py", "-q", *build], cwd=HERE.parent, check=True)
+    folders = tmp_path / "lib" / HERE.name, HERE
+    built, here = ({p.relative_to(f) for p in f.rglob("*.py")} for f in folders)
+    assert built == here and (folders[0] / "py.typed").exists()
