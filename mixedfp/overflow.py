@@ -202,8 +202,9 @@ def _user_line():
     "The innermost line outside of PyTorch and this package."
     frame = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not any(path.startswith(folder) for folder in _NOT_THE_USERS):
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        is_users = not any(path.startswith(folder) for folder in _NOT_THE_USERS)
+        if is_users and name != "__torch_function__":  # of a class of tensors, such as fastai's
             code = _source(path, frame.f_lineno)
             file = "cell" if "ipykernel" in path else Path(path).name
             return f"{file}:{frame.f_lineno}" + (f": {code}" if code else "")

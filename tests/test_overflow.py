@@ -244,6 +244,19 @@ def test_a_negative_overflow_that_is_subtracted_is_named_and_not_the_nan():
     assert found.n_inf and not found.n_nan
 
 
+def test_the_line_is_not_that_of_a_class_of_tensors():
+    """As fastai's are: each operation goes through their `__torch_function__`."""
+
+    class Mine(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x, y = batch()
+    found = find_overflow(new(Tabular, "last", "value"), (x.as_subclass(Mine), y), loss_func)
+    assert found.operation == "pow" and "square()" in found.line
+
+
 def test_the_loss():
     found = find_overflow(new(Tabular), batch(), lambda pred, y: (pred - pred).sum() / 0 * y.sum())
     assert found.phase == "loss" and found.cause.startswith(("0 / 0", "inf or nan"))
