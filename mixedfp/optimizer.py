@@ -166,6 +166,7 @@ class MasterOptimizer(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         """Begin: with what was given, or as a copy."""
+        payback = (state := dict(state)).pop("payback", {})
         # torch writes into these: what later groups have by default stays the optimizer's own
         super().__setstate__(dict(state, defaults=dict(state["optimizer"].defaults)))
         self.masters.come_back()  # a copy of the model alone is in 32 bits
@@ -174,6 +175,8 @@ class MasterOptimizer(Optimizer):
         self._on = OptimizerOnMasters(self.optimizer, self.masters, every=True, **settings)
         # now, not in the first step: its gradients find their vectors, and nothing is held twice
         self._on.exchange.lay_out()
+        if self._on.one_pass is not None:
+            self._on.one_pass.payback.load_state_dict(payback)
         self._taker = GradTaker(self.masters, self.stream)
         self._taker.listen(self._params())
         self._is_busy, self._seen = False, (None, [], [])
@@ -188,7 +191,10 @@ class MasterOptimizer(Optimizer):
         """Be copied and pickled with the model, in its form: views of a vector would come apart."""
         self._on.reclaim()
         names = "optimizer masters stream compiled skip_nonfinite skips state_dtype"
-        return {name: vars(self)[name] for name in names.split()}
+        state = {name: vars(self)[name] for name in names.split()}
+        if self._on.one_pass is not None:  # a copy compiles when this one would have
+            state["payback"] = self._on.one_pass.payback.state_dict()
+        return state
 
     def __repr__(self) -> str:
         """Show the optimizer inside."""

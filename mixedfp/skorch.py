@@ -9,7 +9,7 @@ __all__ = ['to_dtype', 'autocast_works', 'MixedForward', 'as_net_scaler', 'Mixed
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,13 @@ from .cast import is_name_in, to_float
 from .engine.torch_private import uncompiled
 from .formats import MixedPrecisionError
 from .nested import check_dtype, check_flag, map_tensors, notice_once
-from .optimizer import MasterOptimizer, evaluates_once, with_masters
+from mixedfp.optimizer import (
+    MasterOptimizer,
+    check_remainders,
+    check_state_dtype,
+    evaluates_once,
+    with_masters,
+)
 from .scaler import LossScaler
 from .step import BufferSnapshot, MasterParams, PromoteMixed, WrappedForward, install_forward
 
@@ -332,13 +338,14 @@ class MixedPrecisionMixin:
         keep_fp32: type | str | Iterable[type | str] = (),  # with masters: types, names, globs
         store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 bytes, no bit lost
         skip_nonfinite: bool | None = None,  # with masters in bfloat16, as in `with_masters`
+        state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: as in `with_masters`; lossy
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
         self.amp_enabled, self.amp_dtype, self.amp_mode = amp_enabled, amp_dtype, amp_mode
         self.flat_master, self.grad_scaler = flat_master, grad_scaler
         self.keep_fp32, self.store_param_remainders = keep_fp32, store_param_remainders
-        self.skip_nonfinite = skip_nonfinite
+        self.skip_nonfinite, self.state_dtype = skip_nonfinite, state_dtype
 
 
 @patch
@@ -376,6 +383,9 @@ def _check_amp(self: MixedPrecisionMixin):
     check_flag("amp_enabled", self.amp_enabled)
     check_flag("flat_master", self.flat_master)
     check_flag("skip_nonfinite", self.skip_nonfinite, or_none=True)
+    if self._has_masters():
+        check_remainders(self.store_param_remainders, to_dtype(self.amp_dtype), self.flat_master)
+        check_state_dtype(self.state_dtype, self.flat_master)
     if not (isinstance(self.grad_scaler, type) and issubclass(self.grad_scaler, GradScaler)):
         raise TypeError(
             f"`grad_scaler` is {self.grad_scaler!r}: expected a class, LossScaler, "
@@ -453,6 +463,7 @@ def _make_masters(self: MixedPrecisionMixin):
         keep_fp32=list(_with_prefix(self.keep_fp32, modules)),
         store_param_remainders=self.store_param_remainders,
         skip_nonfinite=self.skip_nonfinite,
+        state_dtype=self.state_dtype,
     )
     for name, optimizer in zip(self._optimizers, wrapped, strict=True):
         setattr(self, name + "_", optimizer)
@@ -564,7 +575,7 @@ def notify(self: MixedPrecisionMixin, method_name: str, **cb_kwargs) -> None:
 
 # %% ../nbs/12_skorch.ipynb #68d0f8d0
 _OWN = """amp_enabled amp_dtype amp_mode flat_master grad_scaler keep_fp32
-store_param_remainders skip_nonfinite""".split()
+store_param_remainders skip_nonfinite state_dtype""".split()
 
 
 @patch
@@ -602,7 +613,7 @@ def _check_with(self: MixedPrecisionMixin, own):
 def _settings(self: MixedPrecisionMixin):
     "What the optimizers depend on, and what the scaler depends on."
     kind = self.amp_dtype, self.flat_master, self.keep_fp32, self.store_param_remainders
-    kind = (*kind, self.skip_nonfinite)
+    kind = (*kind, self.skip_nonfinite, self.state_dtype)
     masters = self._has_masters() and kind
     scaler = self.grad_scaler, self.amp_enabled, self.amp_dtype
     return masters, (*scaler, self.get_params_for("grad_scaler"))

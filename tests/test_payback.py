@@ -1,5 +1,7 @@
 """When an update is compiled: from the step on at which it pays, in every run at the same one."""
 
+import copy
+import pickle
 import shutil
 
 import inside
@@ -61,6 +63,16 @@ def pays_soon(monkeypatch):
     model, opt = make()
     train(model, opt, stop=2)
     inside.pays_after(monkeypatch, (SWITCH - 1) * counted(opt)["chunked"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_has_counted_what_the_original_has(monkeypatch, copied):
+    """So that it changes over at the same step."""
+    inside.everything_is_large(monkeypatch)
+    model, opt = make()
+    train(model, opt, stop=3)
+    _, twin = copied((model, opt))
+    assert counted(twin) == counted(opt) != {}
 
 
 WAYS = ["in chunks"] * SWITCH + ["compiled"] * (N_STEPS - SWITCH)

@@ -54,6 +54,9 @@ WAYS = {
     "master_fp16": dict(amp_dtype="fp16", amp_mode="master"),
     "master_bf16": dict(amp_dtype="bf16", amp_mode="master"),
     "flat_fp16": dict(amp_dtype="fp16", amp_mode="master", flat_master=True),
+    "small_bf16": dict(
+        amp_dtype="bf16", amp_mode="master", flat_master=True, store_param_remainders=True
+    ),
 }
 way = pytest.mark.parametrize("way", WAYS)
 fp16 = pytest.mark.parametrize("way", [name for name in WAYS if "fp16" in name])
@@ -406,6 +409,42 @@ def test_flat_masters_are_vectors():
     n_stepped = [sum(len(g["params"]) for g in n.optimizer_.param_groups) for n in (each, flat)]
     assert n_stepped == [6, 2]  # weights; the norm's and the biases
     assert_same(weights(flat), weights(each))
+
+
+STATES = {"momentum_buffer": torch.bfloat16}
+
+
+def test_states_in_16_bits_are_those_of_a_loop_by_hand():
+    """Set from the start or later, and in a clone."""
+    X, y = table()
+    net = clone(make("small_bf16", state_dtype=STATES)).fit(X, y)
+    torch.manual_seed(0)
+    model = Small()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    kinds = dict(flat_master=True, store_param_remainders=True, state_dtype=STATES)
+    model, opt = with_masters(model, sgd, dtype=torch.bfloat16, **kinds)
+    for i in 2 * [*range(0, len(X), BS)]:
+        opt.zero_grad()
+        loss = nn.CrossEntropyLoss()(
+            model(torch.tensor(X[i : i + BS])), torch.tensor(y[i : i + BS])
+        )
+        loss.backward()
+        opt.step()
+    assert_same(weights(net), dict(model.state_dict()))
+    again = make("small_bf16").fit(X, y).set_params(state_dtype=STATES).partial_fit(X, y)
+    for o in (net.optimizer_, again.optimizer_):
+        o.param_groups  # noqa: B018, the optimizer has the masters
+        assert {s["momentum_buffer"].dtype for s in o.optimizer.state.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("wrong", [dict(flat_master=False), dict(amp_dtype="fp16")])
+def test_what_masters_in_2_bytes_need_is_said_and_the_net_is_as_it_was(wrong):
+    net = make("small_bf16").fit(*table())
+    before, kinds = ends(net), [getattr(net, name) for name in wrong]
+    with pytest.raises(MixedPrecisionError, match="store_param_remainders=True needs"):
+        net.set_params(**wrong)
+    assert_same(ends(net), before)
+    assert kinds == [getattr(net, name) for name in wrong]
 
 
 class Attends(Small):
