@@ -50,7 +50,7 @@ def test_unscaled_gradients_and_other_dtypes_are_not_judged(caplog):
     assert train(12, 1.0, False, dtype=torch.bfloat16).looked_at == 0
     watch, p = FlushWatch(), torch.zeros(1000, dtype=torch.float16)
     for _ in range(FlushWatch.first):
-        watch.count([p], [torch.randn(1000) * 2.0**-24], 1.0)  # divided in float32 by somebody
+        watch.count([p], [torch.randn(1000) * 2.0**-24], 1.0)  # divided in float32 by the loop
     assert "to zero" not in caplog.text
 
 

@@ -7,7 +7,6 @@ FOLDER`, this trains, and forks each start after the imports. `KILLS=30` kills e
 import os
 import random
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from ranks import on_ranks
+from ranks import on_ranks, run_as_script
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -180,7 +179,7 @@ def runs(way, folder, n):
         last = chance.randrange(low, high)
         try:
             on_two(folder=run, victim=victim, last=last)
-            raise AssertionError("nobody died")
+            raise AssertionError("no process died")
         except RuntimeError as e:
             assert f"ended with {-signal.SIGKILL}" in str(e), e
         found.append(([ends for ends, *_ in on_two(folder=run)], (victim, last, i % 2)))
@@ -191,10 +190,7 @@ def runs(way, folder, n):
 def found(tmp_path_factory):
     """All runs, of all ways."""
     folder = tmp_path_factory.mktemp("killed")
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)  # the same mixedfp as here
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__, folder], env=env, timeout=900)
-    assert done.returncode == 0
+    run_as_script(__file__, folder)
     return torch.load(folder / "found.pt", weights_only=False)
 
 

@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -31,6 +30,7 @@ from fastai.learner import load_model
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import LMDataLoader, LMTensorText
 from inside import be_rank, random_states, write_checkpoint
+from ranks import run_as_script
 from tiny import Do, make_learner, pictures, plain, silent
 from torch import nn
 
@@ -274,10 +274,7 @@ def _script(folder):
 def killed(tmp_path_factory):
     """The folder of runs that were killed, and of those that were not."""
     folder = tmp_path_factory.mktemp("killed")
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)  # the same mixedfp as here
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__, folder], env=env, timeout=900)
-    assert done.returncode == 0
+    run_as_script(__file__, folder)
     return folder
 
 

@@ -167,13 +167,15 @@ def say_rounded(
 ) -> None:
     "Say how many of `weights` are in 16 bits: what that rounded away no master has."
     half = {k: w for k, w in weights.items() if w.dtype in (torch.float16, torch.bfloat16)}
-    for k, w in list(half.items())[:1]:
-        n = sum(w.numel() for w in half.values())
-        which = f"`{k}` is" if len(half) == 1 else f"`{k}` and {len(half) - 1} more are"
-        notice_once(
-            f"{which} in {w.dtype} {when}: training goes on from rounded values, the low bits of "
-            f"the 32-bit weights ({n:,} in all) are gone. Start from the 32-bit model to keep them"
-        )
+    if not half:
+        return
+    first, n = next(iter(half)), sum(w.numel() for w in half.values())
+    which = f"`{first}` is" if len(half) == 1 else f"`{first}` and {len(half) - 1} more are"
+    notice_once(
+        f"{which} in {half[first].dtype} {when}: training goes on from rounded values, the low "
+        f"bits of the 32-bit weights ({n:,} in all) are gone. Start from the 32-bit model to keep "
+        "them"
+    )
 
 
 def check_has_weights(
