@@ -8,6 +8,7 @@ from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -39,6 +40,12 @@ def fixed_seeds():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_is_native(monkeypatch):
+    """What is computed by hand to compare with is PyTorch's own products, on any CPU."""
+    inside.is_native(monkeypatch, bfloat16=True)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from mixedfp.engine.in_float32 import (
     AttentionInFloat32,
     ComputeInFloat32,
     EmbeddingInFloat32,
-    has_fp16_arithmetic,
+    has_arithmetic,
     slow_attention,
 )
 from mixedfp.engine.masters import MasterParams
@@ -53,7 +53,7 @@ __all__ = [
     "cast_floats",
     "check_positive",
     "fitting_exponent",
-    "has_fp16_arithmetic",
+    "has_arithmetic",
     "inputs_out_of_range",
     "is_finite",
     "join",
@@ -98,6 +98,7 @@ def nothing_is_large(monkeypatch):
 def chunk_size(monkeypatch, n, alone=None):
     """Cut vectors into chunks of `n` elements; who has `alone` elements is a chunk of its own."""
     monkeypatch.setattr(_home(OnePass), "_CUT", n)
+    monkeypatch.setattr(_home(OnePass), "_KEPT", n)
     if alone is not None:
         monkeypatch.setattr(_home(OnePass), "_ALONE", alone)
 
@@ -385,9 +386,16 @@ def forget_notices():
     _home(cast_floats).notice_once.cache_clear()
 
 
-def fp16_is_native(monkeypatch, is_native):
-    """Have a step think that the device computes in fp16 itself, or that it does not."""
-    monkeypatch.setattr(_home(HalfForward), "has_fp16_arithmetic", lambda device: is_native)
+def is_native(monkeypatch, **dtypes):
+    """Have a step think that the CPU computes in `bfloat16` or `float16` itself, or does not."""
+    told = {getattr(torch, name): answer for name, answer in dtypes.items()}
+    home = _home(HalfForward)
+    asked = home.has_arithmetic
+
+    def has_arithmetic(device, dtype):
+        return told[dtype] if dtype in told else asked(device, dtype)
+
+    monkeypatch.setattr(home, "has_arithmetic", has_arithmetic)
 
 
 def attention_is_slow(monkeypatch, limit):

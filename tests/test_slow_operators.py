@@ -635,3 +635,37 @@ def test_a_model_without_embeddings_does_not_pay_for_their_mode(monkeypatch):
         for _ in range(3):
             model(x)
         assert len(entered) == n
+
+
+# Products in bfloat16
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "slow"])
+def test_products_run_in_float32_where_the_cpu_has_none_in_bfloat16(is_native, monkeypatch):
+    """Forward and backward, from 16-bit weights, rounded once."""
+    inside.is_native(monkeypatch, bfloat16=is_native)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5))
+    model, opt = with_masters(model, optim.SGD(model.parameters(), 0.1), dtype=BF16)
+    conv, linear = model[0], model[2]
+    x = torch.randn(2, 3, 8, 8)
+    with Spy() as spy:
+        out = model(x)
+        out.sum().backward()
+    kernels = [spy.seen[k][0] for k in ("convolution", "convolution_backward", "addmm")]
+    assert set(kernels) == {BF16 if is_native else FULL}
+    if not is_native:
+        wide = [p.detach().float() for p in (conv.weight, conv.bias, linear.weight, linear.bias)]
+        hidden = F.conv2d(x.to(BF16).float(), *wide[:2]).to(BF16).float().flatten(1)
+        assert_same(out.detach(), F.linear(hidden, *wide[2:]).to(BF16).float())
+    assert {p.grad.dtype for p in model.parameters()} == {FULL}
+    opt.step()
+
+
+def test_native_is_native_on_any_cpu(monkeypatch):
+    inside.is_native(monkeypatch, bfloat16=False)
+    model = nn.Linear(4, 3)
+    model, _ = with_masters(model, optim.SGD(model.parameters(), 0.1), dtype=BF16, native=True)
+    with Spy() as spy:
+        model(torch.ones(2, 4))
+    assert set(spy.seen["addmm"]) == {BF16}

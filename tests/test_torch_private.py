@@ -7,6 +7,7 @@ import ast
 import copy
 import functools
 import inspect
+import math
 import re
 import warnings
 from importlib.metadata import version
@@ -209,10 +210,11 @@ def test_the_hooks_of_saved_tensors_are_found():
 # Processors and lists
 
 
-@canary("cpu_has_fp16", "cpu_has_bf16", "cpu_has_amx")
+@canary("cpu_has_fp16", "cpu_has_bf16", "cpu_multiplies_bf16", "cpu_has_amx")
 def test_the_processor_is_asked():
     """Each question has an answer; where PyTorch answers in public, the same one."""
-    assert isinstance(private.cpu_has_fp16(), bool)
+    assert {type(f()) for f in (private.cpu_has_fp16, private.cpu_multiplies_bf16)} == {bool}
+    assert private.cpu_multiplies_bf16() or not private.cpu_has_bf16()
     public = getattr(torch.cpu, "get_capabilities", dict)()
     assert private.cpu_has_bf16() == public.get("avx512_bf16", private.cpu_has_bf16())
     assert private.cpu_has_amx() == public.get("amx_tile", private.cpu_has_amx())
@@ -237,16 +239,31 @@ def test_assure():
         private.assure(False)
 
 
-@canary("copy_each_", "zero_each_", "norm_of_each")
+@canary("copy_each_", "zero_each_", "norm_of_each", "joined")
 def test_operations_take_lists():
-    """Copies cast, and norms are of each tensor."""
+    """Copies cast, norms are of each tensor, and what is joined is a copy."""
     targets = [torch.zeros(2, dtype=torch.float16), torch.zeros(())]
     private.copy_each_(targets, [torch.tensor([3.0, -4.0]), torch.tensor(7.0)])
     assert [t.dtype for t in targets] == [torch.float16, torch.float32]
     assert [t.item() for t in private.norm_of_each(targets, 2.0)] == [5, 7]
     assert [t.item() for t in private.norm_of_each(targets, float("inf"))] == [4, 7]
+    vector = private.joined(targets)
+    assert vector.tolist() == [3.0, -4.0, 7.0] and vector.dtype == torch.float32
     private.zero_each_(targets)
-    assert not any(t.any() for t in targets)
+    assert not any(t.any() for t in targets) and vector.all()
+
+
+@canary("unscale_each_")
+def test_a_scaler_unscales_and_checks_a_list():
+    """Subnormal numbers are multiplied, and what was found is never taken back."""
+    tiny = 2.0**-149
+    grads = [torch.tensor([3.0, -4.0]).requires_grad_(), torch.tensor(4 * tiny)]
+    found, half = torch.zeros(()), torch.tensor(0.5)
+    private.unscale_each_(grads, half, found)
+    assert grads[0].tolist() == [1.5, -2.0] and grads[1].item() == 2 * tiny and found.item() == 0
+    private.unscale_each_([torch.tensor([1.0, -math.inf])], half, found)
+    private.unscale_each_(grads, half, found)
+    assert found.item() == 1
 
 
 # Modules

@@ -49,48 +49,6 @@ class BufferSnapshot:
             self.is_pending = False
             self.save()
 
-    def restore(
-        self,
-        where: Tensor | None = None,  # (), 0 to leave all as it is: known on the device only
-    ) -> None:
-        "Write the copies back: every buffer has the bits that it had at `save`."
-        targets: dict[int, Any] = {}
-        for i in self._touched() if self.is_pending else ():
-            (m, k), (b, version, kept) = self.slots[i], self.kept[i]
-            now = m._buffers.get(k)
-            if b is not None and now is not None and now.device != b.device:  # the model was moved
-                b = now if _are_alike(b, now) else b.to(now.device)
-                kept = kept.to(now.device)
-                self.kept[i] = b, version, kept
-            if where is None or _are_alike(b, now):
-                targets[i] = b  # whether the others are to change is not known here
-        if where is not None:
-            self._choose(where, targets)
-        for i, b in targets.items():
-            (m, k), kept = self.slots[i], self.kept[i][2]
-            if b is not None and where is None:
-                b.copy_(kept)
-            m._buffers[k] = b
-            self.kept[i] = b, 0 if b is None else b._version, kept
-        self.is_pending = False
-
-    def _choose(self, where, targets):
-        "Old bits or new ones, as the device says: all buffers of a kind at once."
-        kinds = {}
-        for i, b in targets.items():
-            kinds.setdefault((b.device, b.dtype), []).append(i)
-        for (device, _), places in kinds.items():
-            slots = [self.slots[i] for i in places]
-            old = torch.cat([self.kept[i][2].reshape(-1) for i in places])
-            new = torch.cat([m._buffers[k].detach().reshape(-1) for m, k in slots])
-            chosen = torch.where(where.to(device) > 0, old, new)
-            bs = [targets[i] for i in places]
-            pieces = chosen.split([b.numel() for b in bs])
-            views = [piece.view(b.shape) for piece, b in zip(pieces, bs, strict=True)]
-            copy_each_(bs, views)
-            for i, view in zip(places, views, strict=True):
-                self.kept[i] = *self.kept[i][:2], view
-
     def _touched(self):
         "Which buffers may differ from their copies: statistics always, kernels count no writes."
         for i, ((m, k), (b, version, _)) in enumerate(zip(self.slots, self.kept, strict=True)):
@@ -101,6 +59,52 @@ class BufferSnapshot:
     def discard(self) -> None:
         "Accept what was written."
         self.is_pending = False
+
+# %% ../../nbs/engine/15_buffers.ipynb #29ab4a53
+@patch
+def restore(
+    self: BufferSnapshot,
+    where: Tensor | None = None,  # (), 0 to leave all as it is: known on the device only
+) -> None:
+    "Write the copies back: every buffer has the bits that it had at `save`."
+    targets: dict[int, Any] = {}
+    for i in self._touched() if self.is_pending else ():
+        (m, k), (b, version, kept) = self.slots[i], self.kept[i]
+        now = m._buffers.get(k)
+        if b is not None and now is not None and now.device != b.device:  # the model was moved
+            b = now if _are_alike(b, now) else b.to(now.device)
+            kept = kept.to(now.device)
+            self.kept[i] = b, version, kept
+        if where is None or _are_alike(b, now):
+            targets[i] = b  # whether the others are to change is not known here
+    if where is not None:
+        self._choose(where, targets)
+    for i, b in targets.items():
+        (m, k), kept = self.slots[i], self.kept[i][2]
+        if b is not None and where is None:
+            b.copy_(kept)
+        m._buffers[k] = b
+        self.kept[i] = b, 0 if b is None else b._version, kept
+    self.is_pending = False
+
+
+@patch
+def _choose(self: BufferSnapshot, where, targets):
+    "Old bits or new ones, as the device says: all buffers of a kind at once."
+    kinds = {}
+    for i, b in targets.items():
+        kinds.setdefault((b.device, b.dtype), []).append(i)
+    for (device, _), places in kinds.items():
+        slots = [self.slots[i] for i in places]
+        old = torch.cat([self.kept[i][2].reshape(-1) for i in places])
+        new = torch.cat([m._buffers[k].detach().reshape(-1) for m, k in slots])
+        chosen = torch.where(where.to(device) > 0, old, new)
+        bs = [targets[i] for i in places]
+        pieces = chosen.split([b.numel() for b in bs])
+        views = [piece.view(b.shape) for piece, b in zip(pieces, bs, strict=True)]
+        copy_each_(bs, views)
+        for i, view in zip(places, views, strict=True):
+            self.kept[i] = *self.kept[i][:2], view
 
 
 def _are_alike(a, b):

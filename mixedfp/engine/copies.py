@@ -130,6 +130,8 @@ class Reduce:
 
     def __call__(self, protocol):
         """Say how the model is pickled, as `object.__reduce_ex__` does."""
+        if sys._getframe(1).f_code is copy.copy.__code__:  # it shares all, hooks and masters too
+            return type(self.model).__reduce_ex__(self.model, protocol)
         with _as_it_is(self.model) as model:
             make, args, state, *items = model.__reduce_ex__(protocol)
             state = dict(state) if type(state) is dict else state

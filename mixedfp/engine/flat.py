@@ -577,51 +577,56 @@ class Chunk:
             zero_each_(self.gaps)
         return memory
 
-    def out(self) -> Tensor | None:
-        "The memory of the model's weights as a vector, None if they do not lie in one piece."
-        if self.written is not None:  # which is a part of how masters with remainders lie
-            return self.written if self.stored.codec is PLAIN else None
-        if self.inside is None:
-            return None
-        (p,) = self.params
-        vector = flatten(p.detach(), p)
-        return vector[self.inside] if vector.data_ptr() == p.data_ptr() else None
-
-    def end_write(self) -> None:
-        "What was written to `out` is the model's: also of parameters that lie elsewhere by now."
-        place = self.model_weights
-        if place is None:
-            return
-        pairs = zip(self.params, self.weights, strict=True)
-        is_cut = self.stored.codec is not PLAIN  # then a step begins with all in their places
-        elsewhere = [(p, w) for p, w in pairs if not (is_cut or place.has(p))]
-        if elsewhere:
-            params, weights = map(list, zip(*elsewhere, strict=True))
-            copy_each_(params, weights)
-        torch.autograd.graph.increment_version(self.params)  # as if each were written by itself
-
-    def master_to_model(self) -> None:
-        "Write the masters into the model, rounded."
-        if self.written is not None:
-            if self.stored.codec is PLAIN:
-                self.written.copy_(self.master)
-            self.end_write()
-            return
-        if self.inside is None:
-            copy_each_([*self.params], self.weights)
-            return
-        out = self.out()
-        if out is None:
-            self.params[0].detach().copy_(self.weights[0])
-        else:
-            out.copy_(self.master)
-
-
 
 def _gaps(vector, params):
     pieces = vector.split(rooms(params, vector.device))
     gaps = [v[p.numel() :] for v, p in zip(pieces, params, strict=True)]
     return [gap for gap in gaps if len(gap)]
+
+# %% ../../nbs/engine/04_flat.ipynb #4fd5f037
+@patch
+def out(self: Chunk) -> Tensor | None:
+    "The memory of the model's weights as a vector, None if they do not lie in one piece."
+    if self.written is not None:  # which is a part of how masters with remainders lie
+        return self.written if self.stored.codec is PLAIN else None
+    if self.inside is None:
+        return None
+    (p,) = self.params
+    vector = flatten(p.detach(), p)
+    return vector[self.inside] if vector.data_ptr() == p.data_ptr() else None
+
+
+@patch
+def end_write(self: Chunk) -> None:
+    "What was written to `out` is the model's: also of parameters that lie elsewhere by now."
+    place = self.model_weights
+    if place is None:
+        return
+    pairs = zip(self.params, self.weights, strict=True)
+    is_cut = self.stored.codec is not PLAIN  # then a step begins with all in their places
+    elsewhere = [(p, w) for p, w in pairs if not (is_cut or place.has(p))]
+    if elsewhere:
+        params, weights = map(list, zip(*elsewhere, strict=True))
+        copy_each_(params, weights)
+    torch.autograd.graph.increment_version(self.params)  # as if each were written by itself
+
+
+@patch
+def master_to_model(self: Chunk) -> None:
+    "Write the masters into the model, rounded."
+    if self.written is not None:
+        if self.stored.codec is PLAIN:
+            self.written.copy_(self.master)
+        self.end_write()
+        return
+    if self.inside is None:
+        copy_each_([*self.params], self.weights)
+        return
+    out = self.out()
+    if out is None:
+        self.params[0].detach().copy_(self.weights[0])
+    else:
+        out.copy_(self.master)
 
 # %% ../../nbs/engine/04_flat.ipynb #a07125df
 @patch

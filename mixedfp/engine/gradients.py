@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fastcore.basics import patch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.nn import Parameter
 
 from .exchange import ParamExchange
@@ -24,7 +24,14 @@ from .flat import Bucket, check_dense
 from .masters import MasterParams
 from .optim_access import LooseParams
 from .ranks import take_from_first
-from .torch_private import active_ddp, backward_id, zero_each_
+from mixedfp.engine.torch_private import (
+    active_ddp,
+    at_end_of_backward,
+    backward_id,
+    copy_each_,
+    norm_of_each,
+    zero_each_,
+)
 from ..formats import MixedPrecisionError
 from ..scaler import FlushWatch
 
@@ -54,6 +61,7 @@ class Iteration:
     exclusive: bool = False  # no code looks at them before the end of the step
     deferred: tuple[Deferred, ...] = ()
     inv_scale: Tensor | None = None  # (), what the step multiplies deferred ones with
+    norms: Tensor | None = None  # (n,), deferred ones', once unscaled; until they are clipped
     found_inf: Tensor | None = None  # (), above 0: the step is to be none; only the device knows
     none_is_zero: bool = False  # where p.grad is None, zeros are meant
     is_counted: bool = False  # whether `FlushWatch` has seen its gradients
@@ -233,7 +241,7 @@ def materialize(self: GradStore) -> None:
     for bucket, grads in it.deferred:
         bucket.take_deferred(grads, it.inv_scale)
     if it.stage is Stage.DEFERRED:
-        self._become(stage=Stage.READY, deferred=(), inv_scale=None)
+        self._become(stage=Stage.READY, deferred=(), inv_scale=None, norms=None)
     if self.iteration.stage is not Stage.ACCUMULATING:
         self._become(exclusive=False)
 
@@ -345,9 +353,49 @@ def _zero_(grads):
         if g.is_sparse:
             g.zero_()
 
+# %% ../../nbs/engine/16_gradients.ipynb #ef0c8259
+@patch
+def leave_norms(
+    self: GradStore,
+    norms: Tensor,  # (n,), of the deferred gradients; a scaler unscales them as it does others
+) -> None:
+    "The check reads norms: `clip_grad_norm_` is to have them."
+    self._become(norms=norms)
+
+
+@patch
+@torch.no_grad()
+def clip_grad_norm_(
+    self: GradStore,
+    params: Iterable[Parameter],  # of the model: all whose gradients count
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:  # (), the norm before
+    "As `torch.nn.utils.clip_grad_norm_`; what is deferred stays so if its norms were left."
+    it, params = self.iteration, [p for p in params if p.grad is not None]
+    if it.norms is None or norm_type != 2 or error_if_nonfinite:
+        self.materialize()
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+    ids = [id(p) for d in it.deferred for p in d.bucket.params]
+    norms = dict(zip(ids, it.norms.unbind(), strict=True))
+    rest = [p for p in params if id(p) not in norms]
+    for p, norm in zip(rest, norm_of_each(list(map(_get_grad, rest)), 2.0), strict=True):
+        norms[id(p)] = norm.to(it.norms.device)
+    total = torch.linalg.vector_norm(torch.stack([norms[id(p)] for p in params]))
+    factor = total.new_ones(()) if it.inv_scale is None else it.inv_scale.clone()
+    probe = torch.empty_like(factor)
+    probe.grad = factor
+    nn.utils.clip_grads_with_norm_([probe, *rest], max_norm, total)
+    self._become(norms=None, inv_scale=factor)
+    return total
+
 # %% ../../nbs/engine/16_gradients.ipynb #ffa3e97e
+_SMALL = 2**14  # elements: to call Python for so many takes longer than to copy them
+
+
 class GradTaker:
-    "Takes each gradient into 32 bits as soon as autograd has added it to `p.grad`."
+    "Takes gradients into 32 bits: large ones of a vector as they come, others when the pass ends."
 
     def __init__(
         self,
@@ -357,93 +405,130 @@ class GradTaker:
         self.masters, self.stream, self.hooks = masters, stream, {}
         # by the id of each parameter that is listened to: a tensor's hash takes longer
         self.master_of: dict[int, Parameter] = {}
-        self.backward, self.rounds = -1, False  # the pass that runs, and what was found out for it
+        self.fresh: list[Parameter] = []  # whose gradients are to be taken
+        # the pass that runs, and what was found out for it
+        self.backward, self.rounds, self.streams = -1, False, False
         # who sends gradients, whether it does after this forward pass, the hook that finds it out
         self.sends, self.look = False, None
         self.ddp: Any = None  # a weak reference, once one was seen
-
-    def listen(
-        self,
-        params: Iterable[Parameter],  # of the model
-    ) -> None:
-        "Be called for the gradients of `params`, as far as they are trained and have masters."
-        if (
-            self.look is None
-            and _is_distributed()
-            and not isinstance(self.masters.model, LooseParams)
-        ):
-            self.look = self.masters.model.register_forward_pre_hook(self._look_for_ddp)
-        me = weakref.ref(self)  # autograd holds the hook where no garbage collector sees it
-
-        def take(p):
-            taker = me()
-            if taker is not None:
-                taker(p)
-
-        for p in params:
-            if id(p) not in self.master_of and p.requires_grad and p in self.masters.master:
-                self.hooks[p] = p.register_post_accumulate_grad_hook(take)
-                self.master_of[id(p)] = self.masters.master[p]
 
     def __call__(
         self,
         p: Parameter,  # that has a new gradient
     ) -> None:
-        "Widen the gradient of `p`, or round it, once, if it is about to be sent."
+        "Take the gradient of `p`, or note that it is to be taken; round it if it is to be sent."
         if (now := backward_id()) != self.backward or now < 0:
             self._look_once(now)
-        g, master = _get_grad(p), self.master_of[id(p)]
         if self.rounds:
+            g: Any = p.grad
             if g.dtype != p.dtype:
                 p.grad = g.to(p.dtype)
             return
-        grad_buffer = self.masters.grads.get(p) if self.masters.flat else None
-        if self.stream and grad_buffer is not None and not g.is_sparse:
-            view = grad_buffer.views[p]
-            if g is not view:
-                p.grad = view.copy_(g.detach())
-        elif g.dtype is not (dtype := master.dtype):
+        self.fresh.append(p)
+        if now < 0 or (self.streams and p.numel() > _SMALL):  # below 0: no pass ends
+            self.take_fresh()
+
+    def _look_once(self, backward):
+        "What holds for a whole backward pass is not looked for at each of its gradients."
+        self.take_fresh()  # of a pass around this one, or that an exception has ended
+        self.backward, self.rounds = backward, self.is_sent()
+        if not self.rounds and self.masters.has_moved():  # the model was, to another device
+            self.masters.sync_from_model()
+        self.streams = self.stream and bool(self.masters.grads)
+        if backward >= 0:
+            at_end_of_backward(self.take_fresh)
+
+    def __getstate__(self) -> dict:
+        """Be copied with the model, whose copy is not yet in use anywhere."""
+        return vars(self) | dict(hooks={}, master_of={}, fresh=[], ddp=None, sends=False)
+
+# %% ../../nbs/engine/16_gradients.ipynb #d68015d3
+@patch
+def take_fresh(self: GradTaker) -> None:
+    "Have what is in 16 bits in 32, and let the masters show it."
+    fresh, self.fresh = self.fresh, []
+    in_vectors, to_copy = self.masters.grads, []
+    for p in fresh:
+        g, master = p.grad, self.master_of.get(id(p))
+        if g is None or master is None:  # a hook of others took it, or `restore` came
+            continue
+        grad_buffer = in_vectors.get(p) if in_vectors else None
+        if grad_buffer is not None and self.stream and not g.is_sparse:
+            to_copy.append((p, grad_buffer.views[p], g))
+            continue
+        if g.dtype is not (dtype := master.dtype):
             g = g.coalesce() if g.is_sparse else g
             p.grad = g = g.float() if dtype is torch.float32 else g.to(dtype)  # `to` takes longer
         if grad_buffer is None:
             master.grad = g
+    _to_vectors([(p, view, g) for p, view, g in to_copy if g is not view])
 
-    def _look_once(self, backward):
-        "What holds for a whole backward pass is not looked for at each of its gradients."
-        self.backward, self.rounds = backward, self.is_sent()
-        if not self.rounds and self.masters.has_moved():  # the model was, to another device
-            self.masters.sync_from_model()
 
-    def is_sent(self) -> bool:
-        "Whether `DistributedDataParallel` is about to send the gradients of this backward pass."
-        if not _is_distributed():
-            return False
-        if self.look is None:  # there is no model to ask
-            return True
-        return self.sends and self.ddp() is not None
+def _to_vectors(found):
+    "Copy gradients to their places, all at once, and have parameters show these."
+    if found:
+        params, views, grads = map(list, zip(*found, strict=True))
+        copy_each_(views, [g.detach() for g in grads])
+        for p, view in zip(params, views, strict=True):
+            p.grad = view
 
-    def _look_for_ddp(self, module, args):
-        ddp = active_ddp()
-        if ddp is None or not torch.is_grad_enabled():
-            return
-        if self.ddp is None or self.ddp() is not ddp:
-            self.ddp = weakref.ref(ddp)
-            # it has given all ranks the first one's weights, in 16 bits
-            with self.masters.unfolded():
-                masters = (m.data for m in self.masters.master.values())
-                take_from_first(masters, ddp.process_group)
-                self.masters.master_to_model()
-        self.sends = ddp.require_backward_grad_sync
+# %% ../../nbs/engine/16_gradients.ipynb #10c3b119
+@patch
+def listen(
+    self: GradTaker,
+    params: Iterable[Parameter],  # of the model
+) -> None:
+    "Be called for the gradients of `params`, as far as they are trained and have masters."
+    if (
+        self.look is None
+        and _is_distributed()
+        and not isinstance(self.masters.model, LooseParams)
+    ):
+        self.look = self.masters.model.register_forward_pre_hook(self._look_for_ddp)
+    me = weakref.ref(self)  # autograd holds the hook where no garbage collector sees it
 
-    def remove(self) -> None:
-        "Be called no more."
-        for hook in [*self.hooks.values(), *([self.look] if self.look is not None else [])]:
-            hook.remove()
-        self.hooks, self.master_of = {}, {}
+    def take(p):
+        taker = me()
+        if taker is not None:
+            taker(p)
 
-    def __getstate__(self) -> dict:
-        """Be copied with the model, whose copy is not yet in use anywhere."""
-        return vars(self) | dict(hooks={}, master_of={}, ddp=None, sends=False)
+    for p in params:
+        if id(p) not in self.master_of and p.requires_grad and p in self.masters.master:
+            self.hooks[p] = p.register_post_accumulate_grad_hook(take)
+            self.master_of[id(p)] = self.masters.master[p]
+
+
+@patch
+def remove(self: GradTaker) -> None:
+    "Be called no more."
+    for hook in [*self.hooks.values(), *([self.look] if self.look is not None else [])]:
+        hook.remove()
+    self.hooks, self.master_of, self.fresh = {}, {}, []
+
+# %% ../../nbs/engine/16_gradients.ipynb #9ee8daa7
+@patch
+def is_sent(self: GradTaker) -> bool:
+    "Whether `DistributedDataParallel` is about to send the gradients of this backward pass."
+    if not _is_distributed():
+        return False
+    if self.look is None:  # there is no model to ask
+        return True
+    return self.sends and self.ddp() is not None
+
+
+@patch
+def _look_for_ddp(self: GradTaker, module, args):
+    ddp = active_ddp()
+    if ddp is None or not torch.is_grad_enabled():
+        return
+    if self.ddp is None or self.ddp() is not ddp:
+        self.ddp = weakref.ref(ddp)
+        # it has given all ranks the first one's weights, in 16 bits
+        with self.masters.unfolded():
+            masters = (m.data for m in self.masters.master.values())
+            take_from_first(masters, ddp.process_group)
+            self.masters.master_to_model()
+    self.sends = ddp.require_backward_grad_sync
 
 
 _can_distribute = distributed.is_available()

@@ -19,12 +19,12 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .codec import HALF, PLAIN, Codec, Stored
-from .flat import Bucket, Chunk, alignment, is_per_element
+from .flat import Bucket, Chunk, alignment, flatten, is_per_element
 from .optim_access import ABSENT
 from .payback import Payback, seconds_saved
 from .program import NotElementwise, Program, Ref
 from .recorder import is_vector, record
-from .torch_private import is_in_torch_dispatch_mode
+from .torch_private import is_in_torch_dispatch_mode, norm_of_each
 from ..nested import notice_once
 
 # %% ../../nbs/engine/12_onepass.ipynb #0a47bd24
@@ -186,6 +186,36 @@ def _own(s, dtype):
     if s.own is None or s.own.dtype != dtype:
         s.own = torch.empty_like(s.master, dtype=dtype)
     return s.own
+
+# %% ../../nbs/engine/12_onepass.ipynb #e03e49fb
+_KEPT = 2**15  # elements: memory for a copy of so many is new each time, which takes longer than it
+
+
+@patch
+@torch.no_grad()
+def norms(
+    self: OnePass,
+    buckets: list[Bucket],  # flat, with gradients
+) -> Tensor:  # (parameters,), float32: the norm of each one's gradient as it lies there
+    "Look at all gradients as `min_max` does; squares may overflow. Sync: none."
+    self.gathered = {}
+    pairs: Any = [(p, p.grad) for u in buckets for p in u.params]
+    large = [p.numel() >= _KEPT and p.device.type == "cpu" for p, _ in pairs]
+    small = [g for (_, g), is_large in zip(pairs, large, strict=True) if not is_large]
+    norms = iter(norm_of_each(small, 2.0, torch.float32))
+    found = [
+        torch.linalg.vector_norm(self._widened(flatten(g, p))) if is_large else next(norms)
+        for (p, g), is_large in zip(pairs, large, strict=True)
+    ]
+    return torch.stack([n.to(found[0].device) for n in found])
+
+
+@patch
+def _widened(self: OnePass, vector):
+    key, n = (vector.device, torch.float32), len(vector)
+    if key not in self.memory or len(self.memory[key]) < n:
+        self.memory[key] = torch.empty(n, dtype=torch.float32, device=vector.device)
+    return self.memory[key][:n].copy_(vector)
 
 # %% ../../nbs/engine/12_onepass.ipynb #09baa84d
 @patch

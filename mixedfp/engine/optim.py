@@ -6,13 +6,14 @@
 __all__ = ['OptimizerOnMasters', 'HeldMasters', 'single_use_params']
 
 # %% ../../nbs/engine/17_optim.ipynb #31a17635
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fastcore.basics import patch
+from fastcore.basics import patch, patch_to
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -100,23 +101,6 @@ class OptimizerOnMasters:
         "The optimizer, as it is now: over masters or over the model's parameters."
         return self.exchange.opt
 
-    @property
-    def buckets(self) -> Any:
-        "The list of what the optimizer steps while masters are lent to it, else None."
-        return None if self.exchange.lent is None else self.exchange.lent.buckets
-
-    @property
-    def lent(self) -> Lent:
-        "What the optimizer is lent, from `finish_backward` to `reclaim`."
-        if self.exchange.lent is None:
-            raise MixedPrecisionError("no masters are lent: the optimizer has the model's own")
-        return self.exchange.lent
-
-    @property
-    def iteration(self) -> Iteration:
-        "Where the gradients are, and what they are multiplied with."
-        return self.grads.iteration
-
     def __repr__(self) -> str:
         """Name the optimizer."""
         return f"OptimizerOnMasters({self.opt!r})"
@@ -139,6 +123,26 @@ class OptimizerOnMasters:
         self.detach()
         return vars(self)
 
+# %% ../../nbs/engine/17_optim.ipynb #d1c09ba1
+@patch_to(OptimizerOnMasters, as_prop=True)
+def buckets(self: OptimizerOnMasters) -> Any:
+    "The list of what the optimizer steps while masters are lent to it, else None."
+    return None if self.exchange.lent is None else self.exchange.lent.buckets
+
+
+@patch_to(OptimizerOnMasters, as_prop=True)
+def lent(self: OptimizerOnMasters) -> Lent:
+    "What the optimizer is lent, from `finish_backward` to `reclaim`."
+    if self.exchange.lent is None:
+        raise MixedPrecisionError("no masters are lent: the optimizer has the model's own")
+    return self.exchange.lent
+
+
+@patch_to(OptimizerOnMasters, as_prop=True)
+def iteration(self: OptimizerOnMasters) -> Iteration:
+    "Where the gradients are, and what they are multiplied with."
+    return self.grads.iteration
+
 # %% ../../nbs/engine/17_optim.ipynb #199db8aa
 class HeldMasters:
     "The masters that an `OptimizerOnMasters` holds, as a `GradScaler` wants to see an optimizer."
@@ -148,12 +152,13 @@ class HeldMasters:
 
     @property
     def param_groups(self) -> list[dict]:
-        "One group with every master; for those in one pass the min_max of their gradients."
-        deferred = [d.bucket for d in self.opt.iteration.deferred]
+        "One group with every master; for those in one pass norms of their gradients, or min_max."
+        deferred, norms = [d.bucket for d in self.opt.iteration.deferred], self.opt.iteration.norms
         others = [u.master for u in _without(self.opt.buckets or [], deferred)]
         if not deferred:
             return [{"params": others}]
-        return [{"params": [*map(_with_grad, self.opt.one_pass.min_max(deferred)), *others]}]
+        looked_at = self.opt.one_pass.min_max(deferred) if norms is None else [norms]
+        return [{"params": [*map(_with_grad, looked_at), *others]}]
 
     def nonfinite_names(self) -> list[str]:
         "The model's names for the parameters whose gradients hold inf or nan."
@@ -368,7 +373,7 @@ def step_as_seen(self: OptimizerOnMasters, *args: Any) -> Any:
         self.grads.end_step()
         self._master_to_model(rest)
 
-
+# %% ../../nbs/engine/17_optim.ipynb #562810a8
 @patch
 def _passed(self: OptimizerOnMasters):
     "The buckets to be stepped in a pass; all or none where only the device knows of an overflow."
@@ -400,6 +405,22 @@ def find_nonfinite(self: OptimizerOnMasters) -> Tensor:  # (), above 0 if so
     "Whether a gradient of what is lent holds inf or nan. Sync: none."
     held = HeldMasters(self).param_groups[0]["params"]
     return any_nonfinite([p.grad for p in held if p.grad is not None])
+
+
+@patch
+def take_norms(self: OptimizerOnMasters) -> None:
+    """Have the check read the norms of deferred gradients, to clip with. Sync: none.
+
+    Not on a CPU where a bit would differ: a scale is no power of two, or a square overflows.
+    """
+    it = self.iteration
+    if not it.deferred or it.norms is not None or it.inv_scale is not None:
+        return
+    on_device = self.is_on_device()
+    if on_device or math.frexp(float(it.scale))[0] == 0.5:
+        norms = self.one_pass.norms([d.bucket for d in it.deferred])
+        if on_device or norms.isfinite().all():
+            self.grads.leave_norms(norms)
 
 
 @patch
@@ -464,7 +485,7 @@ def _step_rest(self: OptimizerOnMasters, large):
     finally:
         set_lists(core, lists)
 
-
+# %% ../../nbs/engine/17_optim.ipynb #05833ec5
 @patch
 def master_to_model(self: OptimizerOnMasters) -> None:
     "Write the masters that were stepped into the model, rounded to its dtype."
@@ -580,7 +601,7 @@ def load_state_dict(
         else:
             notice_once("the file has scales of other layers: those of now are kept")
 
-
+# %% ../../nbs/engine/17_optim.ipynb #6743f304
 def _check_shapes(core):
     n_all = sum(p.numel() for ps in param_lists(core) for p in ps)
     for ps in param_lists(core):
@@ -609,7 +630,7 @@ def _load_torch(self: OptimizerOnMasters, core, state):
         set_lists(core, lists)
         core.state = defaultdict(dict, {model.get(m, m): s for m, s in core.state.items()})
 
-
+# %% ../../nbs/engine/17_optim.ipynb #c06a638d
 @patch
 def update_paths(self: OptimizerOnMasters) -> dict[str, int]:
     "How many parameters were stepped which way: compiled, in chunks, by the optimizer."
