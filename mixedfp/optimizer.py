@@ -15,17 +15,18 @@ from operator import attrgetter, is_not
 from typing import Any
 
 import torch
-from fastcore.basics import patch
+from fastcore.basics import patch, patch_to
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .cast import as_patterns, find_kept
 from .engine.buffers import IterationBuffers, PassHook
 from .engine.codec import check_remainders, check_state_dtype
 from .engine.copies import check_free, check_initialized
 from .engine.elementwise import check_elementwise
 from .engine.flat import as_own_storage
-from .engine.forward import install_forward, remove_forward
+from .engine.forward import install_forward, is_native, remove_forward
 from .engine.gradients import GradTaker
 from .engine.masters import MasterParams, check_has_weights
 from .engine.optim import OptimizerOnMasters
@@ -129,6 +130,7 @@ class MasterOptimizer(Optimizer):
     """
 
     is_restored = False  # whether the model has its masters back
+    healed: tuple = ()  # what `mixedfp.overflow.heal` has done: (step, setting)
 
     def __init__(
         self,
@@ -164,38 +166,6 @@ class MasterOptimizer(Optimizer):
         state |= dict(skip_nonfinite=skip_nonfinite, skips=SkipCount(), state_dtype=state_dtype)
         self.__setstate__(state)
 
-    def __setstate__(self, state: dict) -> None:
-        """Begin: with what was given, or as a copy."""
-        payback = (state := dict(state)).pop("payback", {})
-        # torch writes into these: what later groups have by default stays the optimizer's own
-        super().__setstate__(dict(state, defaults=dict(state["optimizer"].defaults)))
-        self.masters.come_back()  # a copy of the model alone is in 32 bits
-        self.masters.sync_from_model()  # a copy's gradients have forgotten their dtype
-        settings: Any = dict(compiled=self.compiled, state_dtype=self.state_dtype)
-        self._on = OptimizerOnMasters(self.optimizer, self.masters, every=True, **settings)
-        # now, not in the first step: its gradients find their vectors, and nothing is held twice
-        self._on.exchange.lay_out()
-        if self._on.one_pass is not None:
-            self._on.one_pass.payback.load_state_dict(payback)
-        self._taker = GradTaker(self.masters, self.stream)
-        self._taker.listen(self._params())
-        self._is_busy, self._seen = False, (None, [], [])
-        self._guard = self.optimizer.register_step_pre_hook(_OnlyInside(self))
-        me: Any = weakref.WeakMethod(self._params)
-        self._buffers = IterationBuffers(self.masters.model, lambda: me()())
-        self._has_scaler = None  # one that reports skips; None: not known before the first step
-        self._is_bfloat16 = torch.bfloat16 in self.masters.param_dtype.values()
-        _AfterLoad.add(self.masters, self._buffers.snapshot)
-
-    def __getstate__(self) -> dict:
-        """Be copied and pickled with the model, in its form: views of a vector would come apart."""
-        self._on.reclaim()
-        names = "optimizer masters stream compiled skip_nonfinite skips state_dtype"
-        state = {name: vars(self)[name] for name in names.split()}
-        if self._on.one_pass is not None:  # a copy compiles when this one would have
-            state["payback"] = self._on.one_pass.payback.state_dict()
-        return state
-
     def __repr__(self) -> str:
         """Show the optimizer inside."""
         return f"MasterOptimizer({self.optimizer!r})"
@@ -205,45 +175,6 @@ class MasterOptimizer(Optimizer):
         return screen(self.masters, self._on)
 
     # what schedulers, scalers and clipping see
-
-    @property
-    def param_groups(self) -> list[dict]:
-        "The optimizer's groups over the masters, whose gradients are the model's by now."
-        if asks_by_name():
-            return self._on.reclaim().param_groups
-        self._take_grads()
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict]) -> None:
-        self._take_grads()
-        new = [p for group in groups for p in group["params"]]
-        if list(map(id, new)) != [id(p) for ps in self._held_lists() for p in ps]:
-            self._on.reclaim()
-            if set(new) != set(self._params()):
-                raise MixedPrecisionError(
-                    "`param_groups` is set to groups of other parameters: use add_param_group, or "
-                    "wrap a new optimizer"
-                )
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> dict[Tensor, dict]:
-        "The optimizer's state of each master; that of a model's parameter is found as well."
-        if asks_by_name():
-            return self._on.reclaim().state
-        self._take_grads()
-        if not isinstance(self.optimizer.state, _States):
-            self.optimizer.state = _States(self.optimizer.state, weakref.ref(self._on))
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: dict) -> None:
-        self._take_grads()
-        held = {p for ps in self._held_lists() for p in ps}
-        if not held.issuperset(p for p in state if isinstance(p, Tensor)):
-            self._on.reclaim()
-        self.optimizer.state = defaultdict(dict, state)
 
     # all else that the optimizer can do
 
@@ -264,37 +195,126 @@ class MasterOptimizer(Optimizer):
         target.__setattr__(name, value)
 
     @property
-    def takes_verdict(self) -> bool:
-        "Flat, on an accelerator: whether a step is skipped there, and no number is read from it."
-        if not self.masters.flat:
-            return False
-        self._take_grads()
-        return self._on.takes_verdict()
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:  # fused ones unscale, and skip on the device
-        known = inspect.signature(self.optimizer.step).parameters
-        is_told = unscales_by_itself(self.optimizer)
-        is_fused = is_told and "grad_scaler" not in known  # that is how it was done before
-        return is_fused or self.takes_verdict
-
-    @property
-    def skipped(self) -> list[int]:
-        "The numbers of the steps that were skipped for inf or nan in unscaled gradients."
-        return self.skips.record.skipped
-
-    @property
-    def n_skipped(self) -> int:
-        "How many these are; a scaler counts what it has skipped itself."
-        return len(self.skipped)
-
-    @property
     def _is_loose(self):
         return isinstance(self.masters.model, LooseParams)
 
     def _params(self):
         "The model's parameters, in the order of the groups."
         return self._on.exchange.params()
+
+# %% ../nbs/07_optimizer.ipynb #68e5f476
+@patch
+def __setstate__(self: MasterOptimizer, state: dict) -> None:
+    """Begin: with what was given, or as a copy."""
+    payback = (state := dict(state)).pop("payback", {})
+    # torch writes into these: what later groups have by default stays the optimizer's own
+    defaults = dict(state["optimizer"].defaults)
+    super(MasterOptimizer, self).__setstate__(dict(state, defaults=defaults))
+    self.masters.come_back()  # a copy of the model alone is in 32 bits
+    self.masters.sync_from_model()  # a copy's gradients have forgotten their dtype
+    settings: Any = dict(compiled=self.compiled, state_dtype=self.state_dtype)
+    self._on = OptimizerOnMasters(self.optimizer, self.masters, every=True, **settings)
+    # now, not in the first step: its gradients find their vectors, and nothing is held twice
+    self._on.exchange.lay_out()
+    if self._on.one_pass is not None:
+        self._on.one_pass.payback.load_state_dict(payback)
+    self._taker = GradTaker(self.masters, self.stream)
+    self._taker.listen(self._params())
+    self._is_busy, self._seen = False, (None, [], [])
+    self._guard = self.optimizer.register_step_pre_hook(_OnlyInside(self))
+    me: Any = weakref.WeakMethod(self._params)
+    self._buffers = IterationBuffers(self.masters.model, lambda: me()())
+    self._has_scaler = None  # one that reports skips; None: not known before the first step
+    self._is_bfloat16 = torch.bfloat16 in self.masters.param_dtype.values()
+    _AfterLoad.add(self.masters, self._buffers.snapshot)
+
+
+@patch
+def __getstate__(self: MasterOptimizer) -> dict:
+    """Be copied and pickled with the model, in its form: views of a vector would come apart."""
+    self._on.reclaim()
+    names = "optimizer masters stream compiled skip_nonfinite skips state_dtype"
+    state = {name: vars(self)[name] for name in names.split()} | {"healed": self.healed}
+    if self._on.one_pass is not None:  # a copy compiles when this one would have
+        state["payback"] = self._on.one_pass.payback.state_dict()
+    return state
+
+# %% ../nbs/07_optimizer.ipynb #0ea03a1c
+@patch_to(MasterOptimizer, as_prop=True)
+def param_groups(self: MasterOptimizer) -> list[dict]:
+    "The optimizer's groups over the masters, whose gradients are the model's by now."
+    if asks_by_name():
+        return self._on.reclaim().param_groups
+    self._take_grads()
+    return self.optimizer.param_groups
+
+
+def _set_param_groups(self: MasterOptimizer, groups: list[dict]) -> None:
+    self._take_grads()
+    new = [p for group in groups for p in group["params"]]
+    if list(map(id, new)) != [id(p) for ps in self._held_lists() for p in ps]:
+        self._on.reclaim()
+        if set(new) != set(self._params()):
+            raise MixedPrecisionError(
+                "`param_groups` is set to groups of other parameters: use add_param_group, or "
+                "wrap a new optimizer"
+            )
+    self.optimizer.param_groups = groups
+
+
+MasterOptimizer.param_groups = MasterOptimizer.param_groups.setter(_set_param_groups)
+
+
+@patch_to(MasterOptimizer, as_prop=True)
+def state(self: MasterOptimizer) -> dict[Tensor, dict]:
+    "The optimizer's state of each master; that of a model's parameter is found as well."
+    if asks_by_name():
+        return self._on.reclaim().state
+    self._take_grads()
+    if not isinstance(self.optimizer.state, _States):
+        self.optimizer.state = _States(self.optimizer.state, weakref.ref(self._on))
+    return self.optimizer.state
+
+
+def _set_state(self: MasterOptimizer, state: dict) -> None:
+    self._take_grads()
+    held = {p for ps in self._held_lists() for p in ps}
+    if not held.issuperset(p for p in state if isinstance(p, Tensor)):
+        self._on.reclaim()
+    self.optimizer.state = defaultdict(dict, state)
+
+
+MasterOptimizer.state = MasterOptimizer.state.setter(_set_state)
+
+# %% ../nbs/07_optimizer.ipynb #a13e5cdc
+@patch_to(MasterOptimizer, as_prop=True)
+def takes_verdict(self: MasterOptimizer) -> bool:
+    "Flat, on an accelerator: whether a step is skipped there, and no number is read from it."
+    if not self.masters.flat:
+        return False
+    self._take_grads()
+    return self._on.takes_verdict()
+
+
+@patch_to(MasterOptimizer, as_prop=True)
+def _step_supports_amp_scaling(self: MasterOptimizer) -> bool:
+    "Whether it unscales by itself and skips on the device, as fused ones do."
+    known = inspect.signature(self.optimizer.step).parameters
+    is_told = unscales_by_itself(self.optimizer)
+    is_fused = is_told and "grad_scaler" not in known  # that is how it was done before
+    return is_fused or self.takes_verdict
+
+
+@patch_to(MasterOptimizer, as_prop=True)
+def skipped(self: MasterOptimizer) -> list[int]:
+    "The numbers of the steps that were skipped for inf or nan in unscaled gradients."
+    return self.skips.record.skipped
+
+
+@patch_to(MasterOptimizer, as_prop=True)
+def n_skipped(self: MasterOptimizer) -> int:
+    "How many these are; a scaler counts what it has skipped itself."
+    return len(self.skipped)
 
 # %% ../nbs/07_optimizer.ipynb #6be4d27c
 @patch
@@ -549,7 +569,7 @@ def step(
     self.skips.check(self)  # what the device alone knew of the steps before
     return done if loss is None else loss
 
-
+# %% ../nbs/07_optimizer.ipynb #b8292256
 @patch
 def _looks_unscaled(self: MasterOptimizer):
     "Whether gradients that no scaler looks at are looked at here: those of a model in bfloat16."
@@ -577,7 +597,7 @@ def _leave_verdict(self: MasterOptimizer, found_inf, grad_scale=None):
         self._on.grads.multiply(1.0, grad_scale)
     self._on.grads.leave_verdict(found_inf)
 
-
+# %% ../nbs/07_optimizer.ipynb #17480af2
 @patch
 def _evaluate(self: MasterOptimizer, closure):
     self._on.master_to_model()  # LBFGS and SAM ask for the loss of weights on the way
@@ -589,7 +609,7 @@ def _evaluate(self: MasterOptimizer, closure):
         self._is_busy = True
     return loss
 
-
+# %% ../nbs/07_optimizer.ipynb #b55de2c0
 @patch
 @outside_of_dynamo
 def skip(self: MasterOptimizer) -> None:
@@ -696,6 +716,9 @@ def state_dict(self: MasterOptimizer) -> dict[str, Any]:
         known = self.masters.master
         masters = [self.masters.full(p) if p in known else p.detach() for p in self._params()]
         state["masters"] = list(map(as_own_storage, masters))
+    if self.healed:  # types in `keep_fp32` are given again at each start
+        names = [k for k in as_patterns(self.masters.keep_fp32) if isinstance(k, str)]
+        state["healed"] = {"what": list(self.healed), "keep_fp32": names}
     return state
 
 
@@ -706,6 +729,7 @@ def load_state_dict(
 ) -> None:
     "Load a state, and masters where it has them. Raises: ValueError, and changes nothing."
     state, params = dict(state_dict), self._params()
+    healed = state.pop("healed", None)
     masters = state.pop("masters", None) if self._is_loose else None
     if masters is not None and [m.shape for m in masters] != [p.shape for p in params]:
         raise ValueError("the masters in `state_dict` are of another model: the shapes differ")
@@ -720,6 +744,9 @@ def load_state_dict(
             for p, m in zip(params, masters, strict=True):
                 self.masters.master.get(p, p).data.copy_(m)
             self.masters.master_to_model()
+    if healed is not None and not self._is_loose:
+        self.keep_more(healed["keep_fp32"])
+        self.healed = tuple(map(tuple, healed["what"]))
 
 # %% ../nbs/07_optimizer.ipynb #21ad48ba
 @patch
@@ -751,6 +778,38 @@ def restore(self: MasterOptimizer) -> Optimizer:  # the one that was given, over
     remove_forward(self.masters.model)
     self.masters.restore()
     return self.optimizer
+
+# %% ../nbs/07_optimizer.ipynb #c9735018
+@patch
+def keep_more(
+    self: MasterOptimizer,
+    keep_fp32: Iterable[str],  # names, or globs over names; what stays already stays
+) -> None:
+    """Between two steps: have modules in 32 bits from now on, as `keep_fp32=` of `with_masters`.
+
+    No bit of weights or states changes; gradients are cleared, `param_groups` holds new masters.
+    Raises: ValueError for a name that matches nothing; MixedPrecisionError where no model is known,
+    another optimizer steps a part of it, or several processes do. Then nothing is changed.
+    """
+    old, model = self.masters, self.masters.model
+    if self._is_loose:
+        raise MixedPrecisionError("no model is known: MasterOptimizer(optimizer, model=model)")
+    if self._taker.look is not None or len(old.after_load.keepers) > 1:  # one an optimizer
+        raise MixedPrecisionError(
+            "keep_more: another optimizer steps a part of the model, or several processes train "
+            "it. restore(), and then with_masters(..., keep_fp32=...)"
+        )
+    had = as_patterns(old.keep_fp32)
+    keep = (*had, *(name for name in keep_fp32 if name not in had))
+    find_kept(model, keep)
+    dtype, native, state = _half_dtype(model), is_native(model), self.__getstate__()
+    self.restore()
+    model.zero_grad()
+    settings: Any = dict(any_grads=True, keep_fp32=keep, store_param_remainders=old.cuts)
+    masters = MasterParams(model, dtype, old.flat, **settings)
+    install_forward(model, dtype, native)
+    self.is_restored = False
+    self.__setstate__(state | {"masters": masters})
 
 # %% ../nbs/07_optimizer.ipynb #919bda32
 def with_masters(

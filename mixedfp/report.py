@@ -20,7 +20,7 @@ from fastcore.basics import patch, patch_to
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .cast import is_castable, model2float, to_float
+from .cast import as_patterns, is_castable, model2float, to_float
 from .engine.copies import check_initialized
 from .engine.elementwise import same_random_state
 from .engine.forward import BeforeForward, begin_with
@@ -442,7 +442,10 @@ def _split(batch):
     if isinstance(batch, Mapping):
         return (), dict(batch), (batch,)
     if isinstance(batch, tuple | list) and len(batch) > 1:
-        return tuple(batch[:-1]), {}, (batch[-1],)
+        *x, y = batch
+        if len(x) == 1 and isinstance(x[0], Mapping):
+            return (), dict(x[0]), (y,)
+        return tuple(x[0] if len(x) == 1 and type(x[0]) in (tuple, list) else x), {}, (y,)
     raise TypeError(
         f"a batch is a {type(batch).__name__}: expected inputs and targets (x, ..., y), or a dict "
         "of the model's keyword arguments"
@@ -771,7 +774,7 @@ def line(self) -> str:
         return "to_bf16()"
     old = self.settings["keep_fp32"]
     new = [k for k in dict.fromkeys(keep) if not any(k.startswith(f"{o}.") for o in keep if o)]
-    keep = [*((old,) if isinstance(old, str | type) else old), *new]
+    keep = [*as_patterns(old), *new]
     scale, layers = self._new_scales()
     said = dict(loss_scale=scale) if is_half and scale != self.settings["loss_scale"] else {}
     if keep:
@@ -892,7 +895,7 @@ def _settings(model, dtype, loss_scale, keep_fp32, layer_scales, native):
 
 def precision_report(
     model: nn.Module,  # in 32 bits, or in 16 with masters or without; nothing of it is changed
-    batches: Iterable,  # each `(x, ..., y)`, or a dict of the model's keyword arguments
+    batches: Iterable,  # each `(x, ..., y)`, `((x, ...), y)`, or a dict of keyword arguments
     loss_func: Callable,  # of the model's output and y (of a dict: the dict); returns a scalar
     dtype: torch.dtype | None = None,  # default: that of a 16-bit model, else float16
     loss_scale: float | None = None,  # default: 512 for float16 as in `to_fp16`, else 1

@@ -14,11 +14,12 @@ import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import reduce
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from fastcore.basics import patch
+from fastcore.basics import patch, patch_to
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
@@ -27,6 +28,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mixedfp.engine.torch_private import (
     at_end_of_backward,
     count_as_stepped,
+    joined,
+    norm_of_each,
+    unscale_each_,
     unscales_by_itself,
 )
 from .formats import MixedPrecisionError
@@ -152,39 +156,9 @@ class LossScaler(GradScaler):
             layers.scale()
 
     @property
-    def n_scaled(self) -> int:
-        "How many losses were scaled since the last `update`."
-        return 0 if self._iteration is None else self._iteration.n_scaled
-
-    @property
-    def used_scale(self) -> torch.Tensor | float:  # (), float32; 1.0 where nothing was scaled
-        """What the losses of this iteration were multiplied with. Sync: none.
-
-        From an `update` to the next loss it is still that of the iteration before: what is not
-        unscaled by then is multiplied with it.
-        """
-        return 1.0 if self._iteration is None else self._iteration.scale
-
-    @property
-    def record(self) -> ScaleRecord:
-        "Scales and skips so far. Sync: one number for all the steps that only the device knows of."
-        self._read()
-        return self._record
-
-    @property
     def scales(self) -> list[float]:
         "The scale of each step so far."
         return self.record.scales
-
-    @property
-    def skipped(self) -> list[int]:
-        "The numbers of the steps that were skipped, the first step being 0."
-        return self.record.skipped
-
-    @property
-    def n_skipped(self) -> int:
-        "How many steps were skipped."
-        return len(self.skipped)
 
 
 def _check_bounds(first, low, high):
@@ -194,6 +168,43 @@ def _check_bounds(first, low, high):
         raise ValueError(
             f"a first scale of {first:g} is outside [min_scale, max_scale] = [{low:g}, {high:g}]"
         )
+
+# %% ../nbs/04_scaler.ipynb #b1128ff9
+@patch_to(LossScaler, as_prop=True)
+def n_scaled(self: LossScaler) -> int:
+    "How many losses were scaled since the last `update`."
+    return 0 if self._iteration is None else self._iteration.n_scaled
+
+
+@patch_to(LossScaler, as_prop=True)
+def used_scale(
+    self: LossScaler,
+) -> torch.Tensor | float:  # (), float32; 1.0 where nothing was scaled
+    """What the losses of this iteration were multiplied with. Sync: none.
+
+    From an `update` to the next loss it is still that of the iteration before: what is not
+    unscaled by then is multiplied with it.
+    """
+    return 1.0 if self._iteration is None else self._iteration.scale
+
+
+@patch_to(LossScaler, as_prop=True)
+def record(self: LossScaler) -> ScaleRecord:
+    "Scales and skips so far. Sync: one number for all the steps that only the device knows of."
+    self._read()
+    return self._record
+
+
+@patch_to(LossScaler, as_prop=True)
+def skipped(self: LossScaler) -> list[int]:
+    "The numbers of the steps that were skipped, the first step being 0."
+    return self.record.skipped
+
+
+@patch_to(LossScaler, as_prop=True)
+def n_skipped(self: LossScaler) -> int:
+    "How many steps were skipped."
+    return len(self.skipped)
 
 # %% ../nbs/04_scaler.ipynb #080fcb14
 @patch
@@ -286,7 +297,7 @@ def _multiply(self: LossScaler, outputs):
     scaled = map(self._multiply, outputs)
     return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
-
+# %% ../nbs/04_scaler.ipynb #2bbdadd2
 @patch
 @torch.no_grad()
 def _bring_to_scale(self: LossScaler):
@@ -359,14 +370,33 @@ def _unscale_grads_(self: LossScaler, optimizer, inv_scale, found_inf, allow_fp1
         self.layers.unscale()
     known = self._per_optimizer_states[id(optimizer)]
     known["optimizer"], known["inv_scale"] = optimizer, inv_scale
+    param_groups = optimizer.param_groups  # read once: some look at all gradients to answer
+    params = [p for group in param_groups for p in group["params"]]
+    grads = [g for p in params if (g := p.grad) is not None]
+    sharing = groups_of(params)
+    if set(map(_KIND, grads)) == {(torch.Tensor, torch.float32, torch.strided, found_inf.device)}:
+        unscale_each_(grads, inv_scale, found_inf)
+        checks = {found_inf.device: found_inf}
+    else:
+        params = self._for_kernel(param_groups, allow_fp16)
+        seen: Any = SimpleNamespace(param_groups=[{"params": params}])
+        checks = super(LossScaler, self)._unscale_grads_(seen, inv_scale, found_inf, allow_fp16)
+        checks = checks or {found_inf.device: found_inf}  # no gradient at all is no overflow
+    return {device: agree(found, sharing) for device, found in checks.items()}
+
+
+_KIND = attrgetter("__class__", "dtype", "layout", "device")
+
+# %% ../nbs/04_scaler.ipynb #4fdc70b9
+@patch
+def _for_kernel(self: LossScaler, param_groups, allow_fp16):
+    "What stands before the kernel for gradients of any kind. Raises: ValueError."
     params, refused = [], []
-    param_groups = optimizer.param_groups
-    sharing = groups_of([p for group in param_groups for p in group["params"]])
     for i, group in enumerate(param_groups):
         for j, p in enumerate(group["params"]):
             g = p.grad
             if g is not None:
-                params += _for_kernel(p, g)
+                params += _parts_for_kernel(p, g)
                 if g.dtype is torch.float16 and not allow_fp16:
                     refused.append(_name(group, i, j))
     if refused:
@@ -381,15 +411,12 @@ def _unscale_grads_(self: LossScaler, optimizer, inv_scale, found_inf, allow_fp1
             f"the scaler is for {self._device!r}, the gradients are on {sorted(devices)}: "
             f"expected LossScaler({min(devices)!r})"
         )
-    seen: Any = SimpleNamespace(param_groups=[{"params": params}])
-    checks = super(LossScaler, self)._unscale_grads_(seen, inv_scale, found_inf, allow_fp16)
-    checks = checks or {found_inf.device: found_inf}  # no gradient at all is no overflow
-    return {device: agree(found, sharing) for device, found in checks.items()}
+    return params
 
 
-def _for_kernel(p, grad):
+def _parts_for_kernel(p, grad):
     if type(grad) is not torch.Tensor and is_sharded(grad):
-        return [q for part in local_parts(grad) for q in _for_kernel(_with_grad(part), part)]
+        return [q for part in local_parts(grad) for q in _parts_for_kernel(_with_grad(part), part)]
     is_sparse = grad.is_sparse
     if not is_sparse and grad.is_complex():
         return [_with_grad(torch.view_as_real(grad))]
@@ -519,7 +546,7 @@ def step(
         return done
     return self.found_on_device(optimizer) == 0 if is_fused else True
 
-
+# %% ../nbs/04_scaler.ipynb #90f6a047
 @patch
 def _has_to_be_read(self: LossScaler, optimizer):
     "Whether a fused optimizer would make states in a step that overflows. Sync: one number."
@@ -552,7 +579,7 @@ def _join_verdicts(self: LossScaler, optimizer):
         state["found_inf_per_device"] = {here: together}
     return state["found_inf_per_device"]
 
-
+# %% ../nbs/04_scaler.ipynb #d455dc97
 @patch
 def _maybe_opt_step(self: LossScaler, optimizer, optimizer_state, *args, **kwargs):
     if self.found_nonfinite(optimizer):
@@ -650,7 +677,7 @@ def update(
         self._progress = self._progress._replace(skips=0)
         raise self._hopeless([s["optimizer"] for s in states])
 
-
+# %% ../nbs/04_scaler.ipynb #d9cf1e56
 @patch
 def _found_in(self: LossScaler, states):
     "Whether a step was skipped; a number on the device where it has not been read yet."
@@ -670,7 +697,7 @@ def _after_late(self: LossScaler, found, it):
     backed_off = it.scale.to(self._scale.device) * self._backoff_factor
     return torch.where(found & ~before, backed_off, self._scale)
 
-
+# %% ../nbs/04_scaler.ipynb #361c77fd
 @patch
 def _read(self: LossScaler):
     "Bring the record up to date, with one wait for the device if any."
@@ -767,19 +794,30 @@ def _named(names):
     return _some(names) if names else "parameters whose gradients are cleared by now"
 
 # %% ../nbs/04_scaler.ipynb #9567acdf
+_SMALL = 2**12  # elements: to copy so many takes less time than an operation of their own
+_MANY = 8  # such gradients
+
+
+@torch.no_grad()
 def any_nonfinite(
     grads: list[torch.Tensor],  # dense or sparse, of any dtypes
 ) -> torch.Tensor:  # (), above 0 if one does; where the first one is
     "Whether one of `grads` holds inf or nan. Sync: none."
-    grads = [(g.coalesce().values() if g.is_sparse else g).detach() for g in grads]
-    if not grads:
-        return torch.zeros(())
-    if {g.device.type for g in grads} != {"cpu"}:
+    grads = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    if max(map(torch.Tensor.get_device, grads), default=-1) >= 0:
         largest = torch.nn.utils.get_total_norm(grads, math.inf)
         return (largest - largest).nan_to_num(1.0)  # inf - inf is nan
-    if math.isfinite(torch.nn.utils.get_total_norm(grads, 2.0)):
+    if all(map(math.isfinite, norm_of_each(_joined(grads), 2.0))):
         return torch.zeros(())
-    return torch.tensor(float(not all(map(is_finite, grads))))
+    return torch.tensor(float(not all(map(is_finite, grads))))  # or a square was beyond the range
+
+
+def _joined(grads):
+    "`grads`; where many are small, these in one vector."
+    small = [g for g in grads if g.numel() <= _SMALL]
+    if len(small) < _MANY:
+        return grads
+    return [g for g in grads if g.numel() > _SMALL] + [joined(small)]
 
 # %% ../nbs/04_scaler.ipynb #cf4b4a19
 class SkipCount:
@@ -804,9 +842,9 @@ class SkipCount:
             self.in_a_row = self.in_a_row + 1 if found else 0
         if self._record.skipped:
             notice_once(
-                "a step was skipped: inf or nan in the gradients in bfloat16. Weights, buffers and "
-                "the optimizer's state are as before it; `n_skipped` counts such steps. Without "
-                "this check: skip_nonfinite=False"
+                "a step was skipped: inf or nan in the gradients. Weights, buffers and the "
+                "optimizer's state are as before it; `n_skipped` counts such steps. Without this "
+                "check: skip_nonfinite=False"
             )
         return self._record
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fastcore.basics import patch
+from fastcore.basics import patch, patch_to
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -111,39 +111,13 @@ class MixedStep:
         # Flat: no code looks at gradients between `scale` and the end of `step`, so large vectors'
         # stay in 16 bits where they are, until the step's one pass takes and unscales them.
         self.exclusive = False
+        self.clips = False  # `clip_grad_norm_` follows `unscale`, which reads the norms for it
         self.on_device = None  # let the device alone decide on a skip; default where it is no CPU
 
     @property
     def is_attached(self) -> bool:
         "Whether there is a model, and masters of it."
         return self._attached is not None
-
-    @property
-    def record(self) -> ScaleRecord:
-        "Steps and skips so far. Sync: one number, where only the device knows of some."
-        if self.has_opt:
-            self.opt.grads.flushed.read()
-        return self.skips.record if self._looks_unscaled() else self.scaler.record
-
-    @property
-    def has_opt(self) -> bool:
-        "Whether an optimizer steps the masters."
-        return self._attached is not None and self._attached.opt is not None
-
-    def _get_attached(self):
-        if self._attached is None:
-            raise MixedPrecisionError("no model is attached: call `attach` first")
-        return self._attached
-
-    @property
-    def masters(self) -> MasterParams:
-        "Both copies of the weights. Raises: MixedPrecisionError before `attach`."
-        return self._get_attached().masters
-
-    @property
-    def buffers(self) -> BufferSnapshot:
-        "What a skipped step takes back. Raises: MixedPrecisionError before `attach`."
-        return self._get_attached().buffers
 
     @property
     def opt(self) -> OptimizerOnMasters:
@@ -153,28 +127,66 @@ class MixedStep:
             raise MixedPrecisionError("no optimizer steps the masters: call `wrap_optimizer` first")
         return opt
 
-    @property
-    def layers(self) -> LayerwiseGradientScaler | None:
-        "The scales of layers, where the attached model has any."
-        return self._attached.layers if self._attached is not None else None
+# %% ../nbs/06_step.ipynb #5c91badd
+@patch_to(MixedStep, as_prop=True)
+def record(self: MixedStep) -> ScaleRecord:
+    "Steps and skips so far. Sync: one number, where only the device knows of some."
+    if self.has_opt:
+        self.opt.grads.flushed.read()
+    return self.skips.record if self._looks_unscaled() else self.scaler.record
 
-    @property
-    def forward(self) -> HalfForward | None:
-        "What stands in the attached model's forward pass, where it needs help."
-        return self._attached.forward if self._attached is not None else None
 
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        "What the attached model is trained through, where there are several processes."
-        return self._attached.ddp if self._attached is not None else None
+@patch_to(MixedStep, as_prop=True)
+def has_opt(self: MixedStep) -> bool:
+    "Whether an optimizer steps the masters."
+    return self._attached is not None and self._attached.opt is not None
 
-    def __setstate__(self, state: dict) -> None:
-        """Come out of a copy or a pickle, in which the model may have gone back to 32 bits."""
-        vars(self).update(state)
-        if self._attached is not None and self.masters.is_away:
-            self.masters.come_back()
-            self._attached.buffers = BufferSnapshot(self.masters.model)
-            self.masters.after_load = self.buffers.save_again
+
+@patch
+def _get_attached(self: MixedStep):
+    if self._attached is None:
+        raise MixedPrecisionError("no model is attached: call `attach` first")
+    return self._attached
+
+
+@patch_to(MixedStep, as_prop=True)
+def masters(self: MixedStep) -> MasterParams:
+    "Both copies of the weights. Raises: MixedPrecisionError before `attach`."
+    return self._get_attached().masters
+
+
+@patch_to(MixedStep, as_prop=True)
+def buffers(self: MixedStep) -> BufferSnapshot:
+    "What a skipped step takes back. Raises: MixedPrecisionError before `attach`."
+    return self._get_attached().buffers
+
+
+@patch_to(MixedStep, as_prop=True)
+def layers(self: MixedStep) -> LayerwiseGradientScaler | None:
+    "The scales of layers, where the attached model has any."
+    return self._attached.layers if self._attached is not None else None
+
+
+@patch_to(MixedStep, as_prop=True)
+def forward(self: MixedStep) -> HalfForward | None:
+    "What stands in the attached model's forward pass, where it needs help."
+    return self._attached.forward if self._attached is not None else None
+
+
+@patch_to(MixedStep, as_prop=True)
+def ddp(self: MixedStep) -> DistributedDataParallel | None:
+    "What the attached model is trained through, where there are several processes."
+    return self._attached.ddp if self._attached is not None else None
+
+# %% ../nbs/06_step.ipynb #48fd3a0f
+@patch
+def __setstate__(self: MixedStep, state: dict) -> None:
+    """Come out of a copy or a pickle, in which the model may have gone back to 32 bits."""
+    vars(self).update(state)
+    if self._attached is not None and self.masters.is_away:
+        self.masters.come_back()
+        self._attached.buffers = BufferSnapshot(self.masters.model)
+        self.masters.after_load = self.buffers.save_again
 
 # %% ../nbs/06_step.ipynb #6a5e79d0
 def _check_layer_scales(scales):
@@ -407,6 +419,8 @@ def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip
     if reducer is not None:
         reducer.average(self.masters.model.parameters())
     self.opt.finish_backward()
+    if self.clips:
+        self.opt.take_norms()
     if self.layers is not None and self.layers.is_scaling:
         self.layers.unscale()
     if self._looks_unscaled():
@@ -419,6 +433,21 @@ def unscale(self: MixedStep) -> bool:  # whether they are all finite: else `skip
     inv_scale = self.scaler.inverse_scale(self.opt.held) if self.opt.iteration.deferred else None
     self.opt.grads.are_unscaled(inv_scale, found)
     return on_device or not self.scaler.found_nonfinite(self.opt.held)
+
+
+@patch
+def clip_grad_norm_(
+    self: MixedStep,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:  # (), the norm of all gradients before
+    """Clip all gradients after `unscale`, as torch's function of this name, to the bit.
+
+    With `clips` and `exclusive` large vectors are clipped by the step's pass, on its way.
+    """
+    params = self.masters.model.parameters()
+    return self.opt.grads.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
 
 @patch

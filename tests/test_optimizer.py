@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import shutil
 from collections import Counter
@@ -745,6 +746,36 @@ def test_a_group_added_to_an_optimizer_without_model_gets_masters():
     assert not torch.equal(model[3].weight, make(mlp).to(BF16)[3].weight)
 
 
+@pytest.mark.parametrize("bad", [0, 5, 11])
+def test_one_bad_gradient_of_many_small_ones_skips_the_step(bad):
+    """Small ones are looked at together, large ones each: 4,097 numbers, and others of 8."""
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(11)]
+    model = nn.ModuleList([*layers, nn.Linear(4097, 1, bias=False)])
+    params = list(model.parameters())
+    model, opt = with_masters(model, optim.SGD(params, lr=1.0), dtype=BF16)
+    before = weights(model)
+    for p in params:
+        p.grad = torch.ones(p.shape)
+    params[bad].grad.view(-1)[-1] = math.inf
+    opt.step()
+    assert opt.n_skipped == 1
+    assert_same(weights(model), before)
+    params[bad].grad.view(-1)[-1] = 1.0
+    opt.step()
+    assert opt.n_skipped == 1
+    assert_same(weights(model), {name: w - 1 for name, w in before.items()})
+
+
+def test_without_a_model_gradients_add_up_in_32_bits():
+    """Nobody sends them in 16: there is one process."""
+    w = nn.Parameter(torch.ones(2, dtype=BF16))
+    opt = MasterOptimizer(optim.SGD([w], lr=1.0))
+    for factor in (1.0, 2.0**-10):
+        (w * factor).sum().backward()
+    opt.step()
+    assert masters_of(opt)[0].unique().tolist() == [-(2.0**-10)]
+
+
 class SumsFromTheStart(optim.Optimizer):
     """Adagrad whose sums are there before the first step, as of some versions of torch."""
 
@@ -770,6 +801,38 @@ def test_states_that_were_made_over_16_bit_parameters_are_kept_in_32(dtype, flat
     )
     train(model, opt, batches())
     assert {s["sum"].dtype for s in opt.state_dict()["state"].values()} == {FULL}
+
+
+class BeginsAnew(optim.Optimizer):
+    """SGD with a sum of gradients that is forgotten, state and all, in every second step."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                before = self.state.pop(p, {}).get("sum")
+                total = p.grad.clone() if before is None else before + p.grad
+                p.sub_(total, alpha=group["lr"])
+                if before is None:
+                    self.state[p]["sum"] = total
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_a_state_that_is_dropped_in_a_step_stays_dropped(flat):
+    model = make(mlp)
+    plain = copy.deepcopy(model)
+    theirs = BeginsAnew(plain.parameters())
+    opt = BeginsAnew(model.parameters())
+    model, opt = with_masters(model, opt, dtype=FULL, flat_master=flat)
+    for batch in batches(5):
+        train(plain, theirs, [batch])
+        train(model, opt, [batch])
+        states = opt.state_dict()["state"].values()
+        assert sum(map(bool, states)) == sum(map(bool, theirs.state.values()))
+    assert_same(weights(model), weights(plain))
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])

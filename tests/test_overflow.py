@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mixedfp.optimizer import with_masters
 from mixedfp.overflow import find_overflow
+from mixedfp.report import precision_report
 from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
@@ -244,6 +245,18 @@ def test_a_negative_overflow_that_is_subtracted_is_named_and_not_the_nan():
     assert found.n_inf and not found.n_nan
 
 
+def test_a_constant_that_raises_is_named_by_its_line_alone():
+    """It comes to no operation that has a bad output: none is printed."""
+
+    class Masks(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(x > 0, -1e9)
+
+    found = find_overflow(nn.Sequential(nn.Linear(16, 2), Masks()), batch(), loss_func)
+    assert (found.module, found.phase, found.operation) == ("1", "forward", "")
+    assert "a constant" in str(found) and "operation" not in str(found)
+
+
 def test_the_line_is_not_that_of_a_class_of_tensors():
     """As fastai's are: each operation goes through their `__torch_function__`."""
 
@@ -255,6 +268,32 @@ def test_the_line_is_not_that_of_a_class_of_tensors():
     x, y = batch()
     found = find_overflow(new(Tabular, "last", "value"), (x.as_subclass(Mine), y), loss_func)
     assert found.operation == "pow" and "square()" in found.line
+
+
+class Two(nn.Module):
+    """Takes two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.fault = nn.Linear(8, 8), nn.Linear(8, 2), Fault("value")
+
+    def forward(self, x, z):
+        return self.b(self.fault(self.a(x)) + self.a(z))
+
+
+def test_a_batch_is_given_in_either_form_to_both_calls():
+    torch.manual_seed(0)
+    model, x, z, y = Two(), torch.randn(4, 8), torch.randn(4, 8), torch.arange(4) % 2
+    forms = [((x, z), y), (x, z, y), (dict(x=x, z=z), y)]
+    found = [str(find_overflow(model, form, F.cross_entropy)) for form in forms]
+    assert "fault (Fault)" in found[0] and len(set(found)) == 1
+    tables = [precision_report(model, [form], F.cross_entropy).table for form in forms]
+    for table in tables:
+        assert table.equals(tables[0])
+    plain = nn.Linear(8, 2)
+    for form in ((x, y), ([x], y)):
+        assert find_overflow(plain, form, F.cross_entropy) is None
+        assert not precision_report(plain, [form], F.cross_entropy).verdicts
 
 
 def test_the_loss():

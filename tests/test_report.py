@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -12,7 +13,14 @@ from torch import nn
 
 from mixedfp.callback import GradNorm, PrecisionRecorder
 from mixedfp.optimizer import with_masters
-from mixedfp.report import INPUTS, exponent_counts, precision_report, watch_calls
+from mixedfp.report import (
+    INPUTS,
+    exponent_counts,
+    plot_snr,
+    plot_windows,
+    precision_report,
+    watch_calls,
+)
 from mixedfp.testing import assert_same
 
 cross_entropy = nn.functional.cross_entropy
@@ -627,6 +635,19 @@ def test_one_screen_is_printed():
     assert "MixedPrecision(torch.float16" in f"{learn.mp_cb}"  # one line in `learn.summary()`
     model, opt = with_masters(net := make("conv"), torch.optim.SGD(net.parameters(), 0.1))
     assert str(opt).splitlines()[1].endswith("weights 2.04 + masters 4"), str(opt)
+
+
+def test_rows_of_a_plot_are_the_modules_from_top_to_bottom():
+    """Those of which there is a number, in the order of the model."""
+    net = nn.Sequential(OrderedDict(a=nn.Linear(4, 8), mask=nn.ReLU(), b=nn.Linear(8, 2)))
+    x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
+    report = precision_report(net, [(x, y)], cross_entropy)
+    report.modules[2].snr = math.nan
+    drawn = (plot_snr(report), ["(inputs)", "a", "b"]), (plot_windows(report), ["a", "mask", "b"])
+    for ax, names in drawn:
+        assert [label.get_text() for label in ax.get_yticklabels()] == names
+        low, high = ax.get_ylim()
+        assert low > high and ax.get_xlabel()
 
 
 def test_models_that_hang_tensors_on_modules_and_on_tensors():

@@ -39,6 +39,31 @@ def test_fused_hopeless():
             iterate(scaler, w, opt, math.inf)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_check_asks_for_the_parameters_once(dtype):
+    """Masters look at all gradients to answer; float64 goes another way than float32."""
+    n_asked = 0
+
+    class Asked(torch.optim.SGD):
+        @property
+        def param_groups(self):
+            nonlocal n_asked
+            n_asked += 1
+            return vars(self)["groups"]
+
+        @param_groups.setter
+        def param_groups(self, groups):
+            vars(self)["groups"] = groups
+
+    w = nn.Parameter(torch.zeros(2, dtype=dtype))
+    opt, scaler = Asked([w], lr=1.0), LossScaler("cpu", 4.0)
+    scaler.scale(torch.zeros(()))
+    w.grad = torch.full_like(w, 8.0)
+    n_asked = 0
+    scaler.unscale_(opt)
+    assert n_asked == 1 and w.grad.tolist() == [2.0, 2.0]
+
+
 def test_found_nonfinite_asked_early():
     scaler = LossScaler("cpu")
     w, opt = make_opt()
