@@ -20,7 +20,7 @@ import torch
 from fastai.callback.core import Callback, CancelFitException, CancelStepException
 from fastai.callback.fp16 import MixedPrecision as AutocastMixedPrecision
 from fastai.callback.fp16 import NonNativeMixedPrecision
-from fastai.callback.training import GradientAccumulation
+from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import Learner
 from fastai.torch_core import find_bs, get_random_states, set_random_states
 from fastcore.basics import patch, patch_to
@@ -28,10 +28,11 @@ from fastcore.meta import delegates
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from .cast import as_patterns
 from .engine.torch_private import at_end_of_backward, forward_hooks, remove_hooks
 from .formats import MixedPrecisionError
 from .nested import check_flag, check_positive, check_steps, notice_once
-from .overflow import Overflow, random_state
+from .overflow import NOT_AGAIN, Overflow, apply_cure, random_state
 from .overflow import find_overflow as find_in_batch
 from .report import PrecisionReport
 from .report import precision_report as report_of
@@ -109,6 +110,7 @@ class MixedPrecision(Callback):
         self._n_skips, self.healed = 0, []
         if self.heal_after:  # who is to act on a verdict reads it
             self.mixed.on_device = False
+        self._clip: GradientClip | None = None  # fastai's, where the step's pass does its work
         # the last batch that was skipped; from the first skip on, the random state of this batch
         self._suspect, self._random_state = None, None
 
@@ -240,7 +242,15 @@ def _attach(self: MixedPrecision):
 
 
 @patch
+def _end_clip(self: MixedPrecision):
+    "Switch fastai's `GradientClip` on again, where the step's pass did its work."
+    if self._clip is not None:
+        self._clip.run, self._clip = True, None
+
+
+@patch
 def _detach(self: MixedPrecision):
+    self._end_clip()  # of a fit that was interrupted
     if vars(self.learn).get("create_opt") == self._create_opt:
         del self.learn.create_opt
     if self.mixed.has_opt and self.learn.opt is self.mixed.opt:
@@ -291,6 +301,7 @@ _OTHERS = (AutocastMixedPrecision, NonNativeMixedPrecision)  # of fastai
 @patch
 def before_fit(self: MixedPrecision) -> None:
     "Take over what was done to model and optimizer since."
+    self._end_clip()
     for cb in self.learn.cbs:
         if isinstance(cb, _OTHERS):
             raise MixedPrecisionError(
@@ -371,14 +382,30 @@ def _looks_at_grads(cb):
 def _is_watched(self: MixedPrecision):
     "Whether a callback may look at gradients on their way: then all are 32-bit and unscaled."
     own = vars(type(self.learn)) if type(self.learn) is not Learner else {}
-    others = [cb for cb in self.learn.cbs if cb is not self]
+    clip = self._clip_in_pass()
+    others = [cb for cb in self.learn.cbs if cb is not self and cb is not clip]
     return not own.keys().isdisjoint(_OF_A_STEP) or any(map(_looks_at_grads, others))
+
+# %% ../nbs/10_callback.ipynb #863bccbc
+@patch
+def _clip_in_pass(self: MixedPrecision):
+    "The `GradientClip` of fastai whose work the step's pass can do; else None."
+    mixed, clips = self.mixed, [cb for cb in self.learn.cbs if type(cb) is GradientClip]
+    may_defer = mixed.flat_master and mixed.dtype.itemsize == 2
+    if len(clips) != 1 or not may_defer or mixed.ddp is not None or mixed.layers is not None:
+        return None
+    (cb,) = clips
+    runs = cb.run and cb.run_train and cb.order > self.order and cb.norm_type == 2
+    return cb if runs and vars(cb).keys().isdisjoint(_WITH_GRADS) else None
+
 
 # %% ../nbs/10_callback.ipynb #4e1178fe
 @patch
 def before_backward(self: MixedPrecision) -> None:
     "Scale the loss."
     self.mixed.exclusive = not self._is_watched()
+    self._clip = self._clip_in_pass() if self.mixed.exclusive else None
+    self.mixed.clips = self._clip is not None
     self.mixed.masters.expect_grads()
     if self.mixed.ddp is not None:
         self.mixed.requires_gradient_sync = self._is_last_part()
@@ -436,11 +463,15 @@ def before_step(self: MixedPrecision) -> None:
         self.mixed.skip()
         raise CancelStepException
     self._n_skips = 0
+    if self._clip is not None:
+        self.mixed.clip_grad_norm_(self._clip.max_norm)
+        self._clip.run = False  # until `_end_clip`: it would clip a second time
 
 
 @patch
 def after_step(self: MixedPrecision) -> None:
     "Let the loss scale follow."
+    self._end_clip()
     try:
         self.mixed.update()
     except MixedPrecisionError as e:
@@ -463,6 +494,7 @@ def after_batch(self: MixedPrecision) -> None:
 @patch
 def after_cancel_batch(self: MixedPrecision) -> None:
     "Keep a batch that was called off apart from the next."
+    self._end_clip()
     self.mixed.cancel()
 
 
@@ -516,35 +548,23 @@ def _say_overflow(self: MixedPrecision):
         found = self.find_overflow()
     except Exception as e:  # a model that cannot be copied, a loss that counts its calls
         return f"The search for the first one has failed: {type(e).__name__}: {e}"
-    return str(found) if found is not None else _NOT_AGAIN
-
-
-_NOT_AGAIN = (
-    "Not reproduced: computed again, the last batch is finite. Another one of those that were "
-    "accumulated, or other random numbers, may not have been"
-)
+    return str(found) if found is not None else NOT_AGAIN
 
 # %% ../nbs/10_callback.ipynb #8216df40
 @patch
 def _heal(self: MixedPrecision):
     "Do what was found to work; not where each of several processes may find something else."
     if self.mixed.ddp is not None:
-        return notice_once("heal: nothing is done with several processes, see find_overflow()")
+        notice_once("heal: nothing is done with several processes, see find_overflow()")
+        return
     try:
         found = self.find_overflow()
     except Exception as e:
-        return notice_once(f"heal: the search has failed, {type(e).__name__}: {e}")
-    what = {} if found is None else found.settings()
-    if "keep_fp32" in what:
-        self.keep_more(what["keep_fp32"])
-    elif "loss_scale" in what and not self.mixed.scaler.dynamic:
-        self.mixed.scaler.update(what["loss_scale"])
-    else:
-        return notice_once(f"heal: nothing was found that helps. {found or _NOT_AGAIN}")
-    said = ", ".join(f"{k}={v!r}" for k, v in what.items())
-    self.healed.append((self.mixed.record.n_steps, said))
-    why = found.cause if found is not None else ""
-    return notice_once(f"heal: from step {self.mixed.record.n_steps} on {said}: {why}")
+        notice_once(f"heal: the search has failed, {type(e).__name__}: {e}")
+        return
+    n_steps = self.mixed.record.n_steps
+    if said := apply_cure(found, self.keep_more, self.mixed.scaler, n_steps):
+        self.healed.append((n_steps, said))
 
 
 @patch
@@ -553,8 +573,7 @@ def keep_more(
     keep_fp32: Iterable[str],  # names; what stays already stays
 ) -> None:
     "Between two steps: have modules in 32 bits from now on. No bit of weights or states changes."
-    had = self.mixed.keep_fp32
-    had = (had,) if isinstance(had, str | type) else tuple(had)
+    had = as_patterns(self.mixed.keep_fp32)
     self._detach()
     self.mixed.keep_fp32 = (*had, *(name for name in keep_fp32 if name not in had))
     self._attach()
@@ -734,7 +753,7 @@ def _some_batches(learn, n):
     with same_random_state(dl.device or "cpu"), _same_batches(dl), dl.fake_l.no_multiproc():
         batches = list(islice(iter(dl), n))
     n_inp = [getattr(learn.dls, "n_inp", max(1, len(b) - 1)) for b in batches]
-    return [(*b[:i], tuple(b[i:])) for b, i in zip(batches, n_inp, strict=True)]
+    return [(tuple(b[:i]), tuple(b[i:])) for b, i in zip(batches, n_inp, strict=True)]
 
 # %% ../nbs/10_callback.ipynb #0619d9a0
 @patch

@@ -27,8 +27,12 @@ from fastai.learner import Learner, join_path_file
 from fastai.torch_core import get_model, rank_distrib
 from fastcore.basics import patch
 from fastcore.foundation import L
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
+from .cast import as_patterns
 from .formats import MixedPrecisionError
+from .nested import notice_once
 
 try:
     import fcntl
@@ -419,15 +423,14 @@ def _counting(self: Checkpoint):
 
 
 @patch
-def _progress(self: Checkpoint):
-    grads = {k: p.grad for k, p in get_model(self.model).named_parameters()}
+def _progress(self: Checkpoint, ranks):
     counts = ("best", "wait", "count")
     return {
         "format": _FORMAT,
         "n_done": self.epoch + 1,
         "train_iter": self.train_iter,
-        "random": _random_states(self.dls),
-        "grads": {k: _brief(g) for k, g in grads.items() if g is not None},
+        **ranks[0],
+        "ranks": ranks[1:],
         "callbacks": [
             (cb.name, {k: vars(cb)[k] for k in counts if k in vars(cb)}) for cb in self._counting()
         ],
@@ -441,8 +444,7 @@ def _healed(self: Checkpoint):
     cb = vars(self.learn).get("mp_cb")
     if cb is None or not cb.healed:
         return {}
-    keep = cb.mixed.keep_fp32
-    keep = [keep] if isinstance(keep, str | type) else keep
+    keep = as_patterns(cb.mixed.keep_fp32)
     return {"healed": cb.healed, "keep_fp32": [name for name in keep if isinstance(name, str)]}
 
 
@@ -459,14 +461,44 @@ def _restore(self: Checkpoint):
         raise self._is_taken(self._path(self.learn), "was written by another run meanwhile")
     self.opt.load_state_dict(state)
     self.learn.train_iter = saved["train_iter"]
+    own = self._own_part(saved)
     for k, p in get_model(self.model).named_parameters():
-        g = saved["grads"].get(k)
+        g = own["grads"].get(k)
         dtype = None if g is None else p.grad_dtype or g.dtype
         p.grad = None if g is None else torch.zeros_like(p, dtype=dtype).copy_(g)
     for cb, (name, counts) in zip(self._counting(), saved["callbacks"], strict=False):
         if cb.name == name:
             vars(cb).update(counts, run=True)
-    _set_random_states(saved["random"], self.dls)
+    _set_random_states(own["random"], self.dls)
+
+# %% ../nbs/13_checkpoint.ipynb #678de98b
+@patch
+def _parts_of_ranks(self: Checkpoint):
+    "Random states and gradients of all processes, in the first one. Sync: all send theirs."
+    named = get_model(self.model).named_parameters()
+    grads = {k: p.grad for k, p in named if p.grad is not None}
+    random_states = _random_states(self.dls)
+    if not isinstance(self.model, DistributedDataParallel):
+        return [{"random": random_states, "grads": {k: _brief(g) for k, g in grads.items()}}]
+    part = {"random": random_states, "grads": {k: _brief(g.cpu()) for k, g in grads.items()}}
+    group = self.model.process_group
+    parts: Any = None if rank_distrib() else [None] * distributed.get_world_size(group)
+    distributed.gather_object(part, parts, group=group, group_dst=0)
+    return parts
+
+
+@patch
+def _own_part(self: Checkpoint, saved):
+    "This process's random states and gradients; the first one's where the file has none."
+    parts, here = [saved, *saved.get("ranks", [])], 1
+    if isinstance(self.model, DistributedDataParallel):
+        here = distributed.get_world_size(self.model.process_group)
+    if len(parts) != here and not rank_distrib():
+        notice_once(
+            f"the checkpoint is of {len(parts)} process(es), and here are {here}: the batches are "
+            "others, and a process that it has no random states of begins with the first one's"
+        )
+    return parts[rank_distrib()] if rank_distrib() < len(parts) else saved
 
 # %% ../nbs/13_checkpoint.ipynb #d278856b
 @patch
@@ -494,10 +526,12 @@ def after_epoch(self: Checkpoint) -> None:
     "Write the checkpoint; after the last skipped epoch, set what is to go on."
     if self.epoch + 1 == self.n_done and not self._is_trial():
         self._restore()
-    elif self.has_trained and not rank_distrib():
-        opt = self.opt.state_dict() | {_KEY: self._progress()}
-        model = get_model(self.model).state_dict()
-        self._save({"opt": _plain(opt), "model": model})
+    elif self.has_trained:
+        ranks = self._parts_of_ranks()
+        if not rank_distrib():
+            opt = self.opt.state_dict() | {_KEY: self._progress(ranks)}
+            model = get_model(self.model).state_dict()
+            self._save({"opt": _plain(opt), "model": model})
     self.has_trained = False
 
 

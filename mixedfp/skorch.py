@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from .cast import is_name_in, to_float
+from .cast import as_patterns, is_name_in, to_float
 from .engine.torch_private import uncompiled
 from .formats import MixedPrecisionError
 from .nested import check_dtype, check_flag, map_tensors, notice_once
@@ -478,7 +478,7 @@ def _uncompiled_modules(self: MixedPrecisionMixin):
 
 def _with_prefix(keep_fp32, modules):
     "The names in `keep_fp32` are those in a module of the net, which stands in `modules`."
-    for pattern in (keep_fp32,) if isinstance(keep_fp32, str | type) else keep_fp32:
+    for pattern in as_patterns(keep_fp32):
         if not isinstance(pattern, str):
             yield pattern
             continue
