@@ -15,7 +15,7 @@ from PIL import Image
 from torch import nn
 
 from mixedfp.command import DEFAULT_PRECISIONS, PRECISIONS, main
-from mixedfp.compare import Result, compare, results_table, save_results
+from mixedfp.compare import Result, compare, format_table, results_table, save_results
 from mixedfp.testing import assert_same
 
 QUICK = ["--model", "darknet-small", "--epochs", "1", "--n-train", "128", "--n-valid", "32"]
@@ -60,6 +60,13 @@ def test_command_trains_prints_and_writes(tmp_path):
     assert all(len(r.losses) == 128 // 64 for r in results)
     assert whole["settings"]["n_train"] == 128 and whole["machine"]["torch"] == torch.__version__
     assert results_table(results).accuracy.tolist() == [float(row["accuracy"]) for row in rows]
+
+
+def test_a_table_of_one_seed_has_no_spread():
+    """It would be a column of "-"; of several seeds it is there."""
+    runs = [Result("bf16", s, 0.5, 1.0, [2.0], 2, 4, 4, None, 0, None, [], []) for s in (1, 2)]
+    one, two = (format_table(results_table(runs[:n])) for n in (1, 2))
+    assert set(two) - set(one) == {"±"}
 
 
 def test_a_run_that_diverged_is_saved(tmp_path):

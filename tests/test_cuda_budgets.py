@@ -126,7 +126,7 @@ def test_a_learner_waits_for_nothing_that_fastai_does_not_wait_for(
     cbs = IN_A_LEARNER[event]
     plain = in_a_learner(name, None, cbs=cbs() if event != "saving" else [])
     cost = in_a_learner(name, dtype, flat, cbs=cbs())
-    is_watched = event in ("accumulating", "clipping")
+    is_watched = event == "accumulating"  # how `GradientClip` looks is known
     reads = dtype == torch.float16 and (not flat or is_watched)
     assert cost.whole.waits == plain.whole.waits + int(reads)
     assert cost.whole.pageable_copies == plain.whole.pageable_copies
@@ -178,11 +178,12 @@ def test_masters_of_each_parameter_cost_few_launches_more_than_foreach(dtype, na
     """One to write the model; in float16 the scaler's: the scale, the check, the new scale.
 
     In bfloat16 a fused optimizer takes the verdict of a check; others would have to wait for it.
+    That check is 8 launches in PyTorch 2.15, 9 in 2.14.
     """
     model = net(n_layers=12)
     plain = by_hand(OPTIMIZERS[name], None, model=model).after_backward
     cost = by_hand(OPTIMIZERS[name], dtype, model=model).after_backward
-    more = {torch.bfloat16: 8 if "fused" in name else 1, torch.float16: 11}[dtype]
+    more = {torch.bfloat16: 9 if "fused" in name else 1, torch.float16: 11}[dtype]
     assert cost.launches <= plain.launches + more
 
 

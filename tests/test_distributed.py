@@ -76,9 +76,19 @@ def train(rank, dtype=None, net=conv_net, ddp=None, n_acc=None, **settings):
         opt=opt_state(learn),
         values=[list(v) for v in learn.recorder.values],
         sent=sent,
-        hooks=sum(len(p._post_accumulate_grad_hooks or ()) for p in learn.model.parameters()),
+        hooks=n_hooks(learn),
         skipped=learn.mp_cb.skipped if dtype is not None else [],
     )
+
+
+def n_hooks(learn):
+    """Count the hooks that wait for gradients."""
+    return sum(len(p._post_accumulate_grad_hooks or ()) for p in learn.model.parameters())
+
+
+def fail(learn):
+    """Let the backward pass raise ZeroDivisionError."""
+    learn.loss_grad.register_hook(lambda _: 1 / 0)
 
 
 def overflow(learn):
@@ -100,6 +110,11 @@ def train_all(rank):
         with pytest.raises(MixedPrecisionError, match="lr_find would hang with several processes"):
             learn.lr_find(show_plot=False)
     results["after lr_find"] = type(learn.model).__name__
+    with learn.distrib_ctx(sync_bn=False, cpu=True):
+        with pytest.raises(ZeroDivisionError):
+            learn.fit(1, 0.02, cbs=Do("before_backward", fail, at=1))
+    left = n_hooks(learn)
+    results["after an exception"] = left, n_hooks(learn.to_fp32())
     return results
 
 
@@ -165,3 +180,10 @@ def test_ranks_skip_what_overflows_on_one(ranks):
 def test_lr_find_is_refused_before_it_hangs(ranks):
     """The learner is as it was."""
     assert [found["after lr_find"] for found in ranks] == ["Sequential"] * 2
+
+
+def test_after_an_exception_hooks_stay_until_to_fp32(ranks):
+    """fastai calls no event then, so the callback cannot take them off before."""
+    for found in ranks:
+        left, after = found["after an exception"]
+        assert left > 0 and after == 0

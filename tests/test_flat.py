@@ -161,6 +161,25 @@ def test_a_rate_that_is_clipped_now_need_not_be_later():
     assert not is_elementwise(optimizer(larc))
 
 
+def test_a_setting_that_looks_like_a_count_of_steps_is_left_alone():
+    """Of a warm-up of any length the trial sees what comes long after it."""
+
+    class NormsLater(torch.optim.Optimizer):
+        def __init__(self, params, lr, warmup):
+            super().__init__(params, dict(lr=lr, warmup=warmup))
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    n = self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                    by = p.grad.norm() if n > 3 * group["warmup"] else 1.0
+                    p.sub_(p.grad / by, alpha=group["lr"])
+
+    for warmup in range(2, 24):
+        assert not is_elementwise(optimizer(torch_optimizer(NormsLater, warmup=warmup))), warmup
+
+
 def test_a_kind_of_optimizer_is_tried_once(monkeypatch):
     """Of torch's and fastai's own: the second is as the first, whatever its rate and weights."""
     trials, adam = inside.count_trials(monkeypatch), partial(torch_optimizer, torch.optim.Adam)
@@ -316,22 +335,28 @@ def test_force_train_holds(flat, train_bn):
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-def test_flags_are_set_per_parameter_from_outside(flat):
-    """Who forbids the decay of one parameter in the middle of training is obeyed."""
+@pytest.mark.parametrize("of", ["one", "all"])
+def test_flags_are_set_per_parameter_from_outside(flat, of):
+    """Who forbids the decay of one parameter in the middle of training is obeyed.
+
+    So is who says yes or no of each: then only the values tell parameters apart.
+    """
     learn = make_learner("adam").to_fp16(flat_master=flat)
-    first, *others = learn.model.parameters()
+    params = dict(learn.model.named_parameters())
+    theirs = params if of == "all" else ["4.weight"]
 
     def forbid(learn):
-        learn.opt.state[first]["do_wd"] = False
+        for name in theirs:
+            learn.opt.state[params[name]]["do_wd"] = name != "4.weight"
         for p in learn.model.parameters():
             p.grad.zero_()
 
     before = masters(learn)
     learn.dls.train = learn.dls.train.new(dataset=learn.dls.train_ds[:8])
     learn.fit(1, 0.5, wd=1.0, cbs=Do("before_step", forbid))
-    after = masters(learn)
-    assert_same(after[0], before[0])
-    assert_same(after[4], before[4] / 2)
+    for name, old, new in zip(params, before, masters(learn), strict=True):
+        stays = name == "4.weight" or (of == "one" and name in NORMS_AND_BIASES)
+        assert_same(new, old if stays else old / 2, name=name)
 
 
 def test_each_group_has_its_own_rate():

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import cloudpickle
 import pytest
 import torch
-from inside import ComputeInFloat32, has_fp16_arithmetic, masters_by_param
+from inside import ComputeInFloat32, has_arithmetic, masters_by_param
 from tiny import (
     Do,
     bits,
@@ -1357,7 +1357,7 @@ def test_masks_of_bools_and_of_minus_infinity_are_the_same(precision):
 def test_a_float32_mask_in_a_16_bit_attention():
     """PyTorch's attention wants one type: under autocast, from the first batch, it has one."""
     learn = make_learner(model=partial(Masked, torch.float32), dls=make_dls(*SEQUENCES()))
-    if not has_fp16_arithmetic("cpu"):
+    if not has_arithmetic("cpu", torch.float16):
         same = make_learner(model=partial(Masked, None), dls=make_dls(*SEQUENCES()))
         assert_same(bits(fit(learn.to_fp16())), bits(fit(same.to_fp16())))
     before = masters(learn.to_bf16())

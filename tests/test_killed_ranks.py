@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from fastai.callback.training import GradientAccumulation
 from ranks import on_ranks, run_as_script
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -40,14 +41,16 @@ FP16 = dict(init_scale=2.0**20, growth_interval=3)  # too large a scale: steps a
 def learner(rank, folder):
     """Train a fastai learner, with our callback."""
     tiny.be_distributed(rank)
-    dls = tiny.make_dls(*tiny.pictures(40), bs=8, shuffle=True)
+    dls = tiny.make_dls(*tiny.pictures(88), bs=8, shuffle=True)
     learn = tiny.make_learner("adam", tiny.dropout_net, dls=dls, path=folder)
-    learn.to_fp16(flat_master=True, loss_scale=2.0**20, growth_interval=3)
+    learn.to_fp16(flat_master=True, loss_scale=2.0**19, growth_interval=3)
+    torch.manual_seed(rank)  # each drops other activations
     checkpoint = Checkpoint("run")
+    cbs = [checkpoint, GradientAccumulation(12)]  # of five batches one goes into the next epoch
     (folder / learn.model_dir).mkdir(exist_ok=True)
     with learn.distrib_ctx(sync_bn=False, cpu=True):
         start = checkpoint.resume(learn)
-        learn.fit(N_EPOCHS, 0.02, cbs=checkpoint, start_epoch=start)
+        learn.fit(N_EPOCHS, 0.02, cbs=cbs, start_epoch=start)
     return start, tiny.weights(learn), tiny.opt_state(learn), learn.mp_cb.loss_scale
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import operator
 import pickle
 
 import inside
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from mixedfp.master import get_master, model_g2master_g
+from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same, linear_model, tiny_net
 
 HALVES = torch.float16, torch.bfloat16
@@ -213,6 +215,17 @@ def test_gradients_that_were_copied_into_the_masters_stay_as_they_are(dtype, fla
     model_g2master_g(params, masters, flat)
     model.weight.grad.zero_()
     assert masters[0][0].grad.unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_masters_gradient_does_not_hold_the_graph(flat):
+    """A backward pass with `create_graph=True` leaves gradients that have one themselves."""
+    model = linear_model()
+    params, masters = get_master([model], flat)
+    model(torch.ones(2, model.in_features)).square().sum().backward(create_graph=True)
+    assert model.weight.grad.requires_grad
+    model_g2master_g(params, masters, flat)
+    assert not masters[0][0].grad.requires_grad
 
 
 def test_a_step_that_was_interrupted_reaches_the_model():
@@ -465,6 +478,22 @@ def check_trains(twin, before):
 
 
 # Meddling by others: casts, gaps, copies
+
+
+def test_a_shallow_copy_shares_the_weights_and_is_copied_as_the_model_is():
+    model = tiny_net()
+    x = torch.randn(2, 3, 8, 8)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    model, opt = with_masters(model, opt, dtype=torch.bfloat16)
+    twin = copy.copy(model)
+    assert type(twin) is type(model) and twin is not model
+    assert all(map(operator.is_, twin.parameters(), model.parameters()))
+    model(x).sum().backward()
+    opt.step()
+    assert_same(twin(x), model(x))
+    for alone in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
+        assert {p.dtype for p in alone.parameters()} == {torch.float32}
+        assert_same(dict(alone.state_dict()), dict(model.state_dict()))
 
 
 def test_a_checkpoint_holds_what_was_written():

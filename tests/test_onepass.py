@@ -127,6 +127,11 @@ def can_be_recorded(make):
 MAYBE_RECORDED = {"Rprop", "ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam"}
 
 
+def is_refused(name):
+    """Whether an optimizer steps by itself with this torch."""
+    return name in MAYBE_RECORDED and not can_be_recorded(OPTIMIZERS[name])
+
+
 # how gradients come is the same for all optimizers: these four in all ways, the others in two
 ALL_WAYS = [(dtype, exclusive) for dtype in DTYPES for exclusive in (True, False)]
 IN_ALL_WAYS = "fastai SGD", "fastai Adam", "SGD", "AdamW"
@@ -141,10 +146,8 @@ BY_CHUNKS = [
 def test_chunks_give_the_optimizers_own_bits(name, dtype, exclusive, small_is_large, monkeypatch):
     """Chunk by chunk, unscaled on the way, or the whole vectors by the optimizer itself."""
     one = train(mixed_step(DTYPES[dtype], exclusive), OPTIMIZERS[name])
-    if name not in MAYBE_RECORDED or can_be_recorded(OPTIMIZERS[name]):
-        assert one[1].update_paths().keys() == {"in chunks"}
-    else:
-        assert one[1].update_paths().keys() == {"by the optimizer"}
+    way = "by the optimizer" if is_refused(name) else "in chunks"
+    assert one[1].update_paths().keys() == {way}
     inside.nothing_is_large(monkeypatch)
     whole = train(mixed_step(DTYPES[dtype], exclusive=False), OPTIMIZERS[name])
     assert whole[1].update_paths().keys() == {"by the optimizer"}
@@ -250,7 +253,8 @@ def test_single_use_params():
     [
         (None, True),
         (CSVLogger, True),
-        (partial(GradientClip, 0.1), False),
+        (partial(GradientClip, 0.1), True),  # it is known what it does
+        (partial(GradientClip, 0.1, 3.0), False),
         (partial(GradientAccumulation, 32), False),
         (partial(Callback, after_backward=lambda cb: None), False),
         (partial(Do, "before_step", lambda learn: None), False),
@@ -912,3 +916,144 @@ def test_autograd_notices_a_step_in_between(monkeypatch):
             opt.zero_grad()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.square().mean().backward()
+
+
+# Clipping
+
+
+# two batches of `train`'s five clip nothing
+BOUNDS = [0.2, 1e6, 0.05, 0.3, 1e6]
+CLIPS = {
+    "once": lambda clip, i: [clip(BOUNDS[i])],
+    "twice": lambda clip, i: [clip(BOUNDS[i]), clip(BOUNDS[i] / 2)],
+    "another norm": lambda clip, i: [clip(BOUNDS[i], norm_type=float("inf"))],
+    "an error": lambda clip, i: [clip(BOUNDS[i], error_if_nonfinite=True)],
+}
+
+
+def train_clipped(dtype, how="once", scale=2.0**10, n_batches=1, flat=True, defer=True, look=None):
+    """Train with clipped gradients, the third step's are not finite; return norms and ends."""
+    scaler = LossScaler(init_scale=scale, enabled=dtype == torch.float16)
+    mixed = MixedStep(dtype, flat_master=flat, scaler=scaler, compiled=False)
+    inside.be_exclusive(mixed, defer)
+    mixed.clips, norms = defer, []
+    model = net()
+    by_torch = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+    clip = mixed.clip_grad_norm_ if defer else by_torch
+    mixed.attach(model)
+    opt = mixed.wrap_optimizer(optim.AdamW(model.parameters(), lr=0.01))
+    rng = torch.Generator().manual_seed(1)
+    for i in range(5):
+        for _ in range(n_batches):
+            x, y = torch.randn(16, 12, generator=rng), torch.randint(0, 2, (16,), generator=rng)
+            out = mixed.uncast(model(mixed.cast(x, training=True)))
+            loss = nn.functional.cross_entropy(out, y) * (float("inf") if i == 2 else 1)
+            mixed.scale(loss).backward()
+        if mixed.unscale():
+            norms += CLIPS[how](clip, i)
+            if look is not None:
+                look(mixed, model)
+            mixed.step()
+        else:
+            mixed.skip()
+        mixed.update()
+        opt.zero_grad()
+    assert mixed.record.skipped == [2]
+    return norms, ends(model, opt)
+
+
+@pytest.mark.parametrize("n_batches", [1, 2])
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+def test_what_is_deferred_is_clipped_in_the_pass_to_torchs_bits(dtype, n_batches, small_is_large):
+    """And stays deferred, over a step that clips nothing, one that is skipped, micro-batches."""
+    stages = []
+
+    def look(mixed, model):
+        stages.append(mixed.opt.iteration.stage.name)
+
+    kwargs = dict(n_batches=n_batches)
+    one = train_clipped(dtype, look=look, **kwargs)
+    assert stages == 4 * ["DEFERRED"] and min(one[0]) > 0.3
+    for flat in (True, False):
+        assert_same(one, train_clipped(dtype, flat=flat, defer=False, **kwargs))
+
+
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+def test_who_looks_after_clipping_sees_clipped_gradients(dtype, small_is_large):
+    """Before it those that are not; the step that follows is the same."""
+    seen, deferred = [], []
+
+    def look(mixed, model):
+        deferred.append(any(p.grad.dtype == dtype for p in model.parameters()))
+        inside.materialize(mixed.opt)
+        seen.append([p.grad.clone() for p in model.parameters()])
+
+    one, mine = train_clipped(dtype, look=look), seen[:]
+    assert deferred == 4 * [True]
+    assert_same(one, train_clipped(dtype, defer=False, look=look))
+    assert_same(mine, seen[4:])
+    norms = [float(nn.utils.get_total_norm(grads)) for grads in mine]
+    expected = [min(float(n), BOUNDS[i]) for n, i in zip(one[0], (0, 1, 3, 4), strict=True)]
+    assert norms == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "dtype, how, scale",
+    [(torch.float16, how, 2.0**10) for how in CLIPS if how != "once"]
+    + [(torch.bfloat16, "twice", 1.0), (torch.float16, "once", 1000.0)],
+)
+def test_what_the_pass_cannot_clip_torch_clips(dtype, how, scale, small_is_large):
+    """Twice, by another norm, with an error, or under a scale whose product would be rounded."""
+    one, other = (train_clipped(dtype, how, scale, defer=defer) for defer in (True, False))
+    assert_same(one, other)
+
+
+def test_a_norm_that_overflows_is_no_overflow(small_is_large):
+    """In bfloat16, where a gradient's square may be infinite: a step with zeros, as torch does."""
+    mixed, model = mixed_step(torch.bfloat16), net()
+    mixed.clips = True
+    mixed.attach(model)
+    mixed.wrap_optimizer(optim.SGD(model.parameters(), lr=0.1))
+    out = mixed.uncast(model(mixed.cast(torch.ones(2, 12), training=True)))
+    mixed.scale(out.sum() * 1e25).backward()
+    assert mixed.unscale() and mixed.clip_grad_norm_(1.0) == float("inf")
+    assert not any(p.grad.any() for p in model.parameters())
+
+
+class _Called(GradientClip):
+    """Is no `GradientClip` that the pass would know."""
+
+
+@pytest.mark.parametrize("precision", ["to_fp16", "to_bf16"])
+def test_a_learners_gradient_clip_is_done_in_the_pass(precision, small_is_large):
+    """To the bits of fastai's own call, over flat masters and others; switched on again after."""
+    found = []
+    for flat, kind in [(True, GradientClip), (True, _Called), (False, GradientClip)]:
+        cb = kind(0.05)
+        learn = getattr(make_learner(), precision)(flat_master=flat)
+        learn.fit(2, 0.05, cbs=[cb])
+        assert inside.is_exclusive(learn.mp_cb.mixed) == (flat and kind is GradientClip)
+        assert cb.run
+        found.append(learn.model.state_dict())
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+    learn = getattr(make_learner(), precision)(flat_master=True)
+    learn.fit(2, 0.05)
+    with pytest.raises(AssertionError):
+        assert_same(found[0], learn.model.state_dict())
+
+
+def test_a_gradient_clip_clips_again_after_an_interrupted_fit(small_is_large):
+    """Between `before_step` and `after_step` fastai's callback is switched off."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    learn = make_learner(cbs=[GradientClip(0.05)]).to_fp16(flat_master=True)
+    learn.create_opt()
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(type(learn.mp_cb.mixed.opt), "step", interrupt)
+        learn.fit(1, 0.05)
+    assert not learn.gradient_clip.run
+    learn.to_fp32()
+    assert learn.gradient_clip.run

@@ -101,16 +101,14 @@ def growth(count, *args):
 @DTYPES
 @WAYS
 def test_by_hand_python_visits_parameters_as_their_gradients_come_and_not_again(dtype, flat):
-    """A hook takes each gradient; a scaler that has found one to check looks at its kind."""
-    check = 1 if dtype == HALF and not flat else 0
+    """A hook notes each gradient; all else is done without a call of Python for each."""
     cost = growth(by_hand, dtype, flat)
     assert cost.pop("backward") <= 3
-    assert cost == {"first look": 0, "look": 0, "step": check, "zero_grad": 0}
+    assert cost == {"first look": 0, "look": 0, "step": 0, "zero_grad": 0}
 
 
 @DTYPES
 @WAYS
 def test_in_a_trainer_no_hook_takes_gradients_that_autograd_widens(dtype, flat):
-    check = 1 if dtype == HALF and not flat else 0
     cost = growth(in_a_trainer, dtype, flat)
-    assert cost == {"backward": 0, "unscale": check, "step": 0, "zero_grad": 0}
+    assert cost == {"backward": 0, "unscale": 0, "step": 0, "zero_grad": 0}

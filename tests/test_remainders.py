@@ -310,6 +310,8 @@ def test_copies_are_whole():
         assert twin[0].weight.dtype == torch.float32
     both, its = copy.deepcopy((net, opt))
     assert_same(train_cut(both, its, 2), train_cut(net, opt, 2))
+    held = [inside.memory_of_masters(vars(o)["_on"]) for o in (its, opt)]
+    assert held[0] == held[1]  # cut as well
     with pytest.raises(MixedPrecisionError, match="share their memory"):
         opt.float_model()
 

@@ -29,7 +29,7 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import load_model
 from fastai.losses import CrossEntropyLossFlat
 from fastai.text.data import LMDataLoader, LMTensorText
-from inside import be_rank, random_states, write_checkpoint
+from inside import be_rank, forget_notices, random_states, write_checkpoint
 from ranks import run_as_script
 from tiny import Do, make_learner, pictures, plain, silent
 from torch import nn
@@ -663,6 +663,22 @@ def test_only_the_first_process_writes(tmp_path, monkeypatch):
     be_rank(monkeypatch, 1)
     run(start(tmp_path, "fp32"), partial(one_cycle, n=1))
     assert not list((tmp_path / "models").iterdir())
+
+
+def test_a_file_of_another_number_of_processes_is_said(tmp_path, caplog):
+    """One process goes on with the first one's part."""
+    forget_notices()
+    with pytest.raises(Killed):
+        run(start(tmp_path, "fp32"), cbs=[kill_at(1)])
+    state = saved(tmp_path)
+    state["opt"]["checkpoint"]["ranks"] = [{"random": {}, "grads": {}}]
+    write(state, tmp_path)
+    end = ends(run(start(tmp_path, "fp32")))
+    whole = start(tmp_path, "fp32")
+    one_cycle(whole)
+    assert_same(end, ends(whole))
+    said = [r.getMessage() for r in caplog.records]
+    assert [m for m in said if "the checkpoint is of 2 process(es), and here are 1" in m] == said
 
 
 # Each part of the file matters

@@ -8,7 +8,6 @@ import os
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
 
 import pytest
 import torch
@@ -33,6 +32,7 @@ SHARDED = {
     "Accelerator": "sharded_accelerate",
     "Fabric": "sharded_fabric",
     "lightning.Trainer": "sharded_lightning",
+    "transformers.Trainer": "sharded_trainer",
     "a loop": "sharded_by_hand",
 }
 
@@ -79,7 +79,7 @@ def work(folder, rank):
         found[name, "unbroken"] = run(name, make(torch.float16), rank, bad=1)
     with logged() as told:
         run("with_a_line_missing", make(torch.float16), rank)
-    return found | dict(told=told) | (all_sharded(rank) if n > 1 else {})
+    return found | dict(told=told) | (all_sharded(folder, rank) if n > 1 else {})
 
 
 @contextmanager
@@ -93,22 +93,31 @@ def logged():
     logging.getLogger("mixedfp").removeHandler(handler)
 
 
-def all_sharded(rank):
-    """Return all runs of sharded models: {(place, trainer, kind): (weights, scale, skips)}."""
+def run_sharded(place, name, rank, dtype="float16", bad=4, **kwargs):
+    """Train shards: (weights, scale, skips). In `bad` the last of FSDP2's processes has an inf."""
     from trainers import page
 
-    found, names = {}, {name: {} for name in SHARDED.values()}
-    names["plain"] = dict(masters=lambda model, opt: (model, opt))
-    for place, name, dtype in product(["FSDP2", "TP"], names, ["float32", "float16", "bfloat16"]):
-        kwargs = names[name]
-        is_half, seed = dtype == "float16", rank if place == "FSDP2" else 0  # TP shares a batch
-        bad = 4 if is_half and (rank or place == "TP") else None
-        scaler = LossScaler("cpu", init_scale=512.0, enabled=is_half)
-        train = page["sharded_by_hand" if kwargs else name]
-        data = page["batches"](bad=bad, seed=seed)
-        model = train(place, getattr(torch, dtype), scaler, data, **kwargs)
-        weights = [whole(p.detach()) for p in model.parameters()]
-        found[place, name, dtype] = weights, scaler.state_dict(), scaler.skipped
+    scaler = LossScaler("cpu", init_scale=512.0, enabled=dtype == "float16")
+    at, seed = (bad, 0) if place == "TP" else (bad if rank else None, rank)  # TP shares a batch
+    data = page["batches"](bad=at if dtype == "float16" else None, seed=seed)
+    if name == "plain":
+        name, kwargs = "sharded_by_hand", kwargs | dict(masters=lambda model, opt: (model, opt))
+    model = page[name](place, getattr(torch, dtype), scaler, data, **kwargs)
+    return [whole(p.detach()) for p in model.parameters()], scaler.state_dict(), scaler.skipped
+
+
+def all_sharded(folder, rank):
+    """Return all runs of sharded models: {(place, trainer, kind): what `run_sharded` returns}."""
+    found = {}
+    for place in ["FSDP2", "TP"]:
+        for name in [*SHARDED.values(), "plain"]:
+            for dtype in ["float32", "float16", "bfloat16"]:
+                found[place, name, dtype] = run_sharded(place, name, rank, dtype)
+        found[place, "unbroken"] = run_sharded(place, "plain", rank, bad=1)
+        for name in SHARDED.values():
+            file = f"{folder}/{place}-{name}/3"
+            run_sharded(place, name, rank, bad=1, stop=3, save=file)
+            found[place, name, "resumed"] = run_sharded(place, name, rank, bad=1, resume=file)
     return found
 
 
@@ -142,6 +151,7 @@ def without(run, *names):
 
 
 FLOAT32 = "float32 masters change no bit: clipped steps are those of a loop by hand without them"
+RESUMED = "float16: a run resumed after a skip ends in the bits of an unbroken one, scale included"
 FLOAT16 = "float16: it scales, clips unscaled gradients, skips an overflow (of one process: in all)"
 
 
@@ -181,7 +191,7 @@ def test_in_bfloat16_it_is_the_loop_by_hand(trainer, place, done):
 
 @PLACE
 @pytest.mark.parametrize("trainer", TRAINERS)
-@holds("float16: a run resumed after a skip ends in the bits of an unbroken one, scale included")
+@holds(RESUMED)
 def test_it_goes_on_from_its_file(trainer, place, done):
     """The record of skips begins anew."""
     for found in done[place]:
@@ -228,3 +238,13 @@ def test_shards_in_float16_are_the_plain_optimizers(trainer, place, done):
 def test_shards_in_bfloat16_are_the_plain_optimizers(trainer, place, done):
     for found in done["DDP"]:
         assert_same(found[place, SHARDED[trainer], "bfloat16"], found[place, "plain", "bfloat16"])
+
+
+@IN_SHARDS
+@pytest.mark.parametrize("trainer", SHARDED)
+@holds(RESUMED)
+def test_shards_go_on_from_their_file(trainer, place, done):
+    """The unbroken run is the plain optimizer's."""
+    for found in done["DDP"]:
+        weights, scale, _ = found[place, SHARDED[trainer], "resumed"]
+        assert_same((weights, scale, [1]), found[place, "unbroken"])
