@@ -118,7 +118,7 @@ test: .venv/.dev
 	$(PYTEST) tests
 
 lint: .venv/.dev
-	ruff check nbs mixedfp index.ipynb tests tools docs
+	ruff check nbs mixedfp index.ipynb tests tools docs bench
 	python tools/check_layers.py
 	python tools/check_tests.py
 	python tools/check_words.py

@@ -41,9 +41,11 @@ class Times(Callback):
         self.taken = []
 
     def before_batch(self):
+        """Start the clock."""
         self.began = time.perf_counter()
 
     def after_batch(self):
+        """Stop it."""
         self.taken.append(time.perf_counter() - self.began)
 
 

@@ -5,8 +5,8 @@
 80 tensors, weights and biases of 40 square layers, cut by FSDP2 over two processes with a thread
 each. All ways take turns in one run, both processes at once. Times are a process's own time on its
 core, since a step waits for no other process: medians, in ms, `low` and `high` are quartiles, and
-`ratio` is the median of a turn's time over that of ours in that turn. `each` is what PyTorch does by
-itself.
+`ratio` is the median of a turn's time over that of ours in that turn. `each` is what PyTorch does
+by itself.
 """
 
 import argparse

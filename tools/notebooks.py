@@ -36,6 +36,12 @@ def alt_text(cell: nbformat.NotebookNode) -> str:
     return found or "The picture that this cell draws"
 
 
+def folded(cell: nbformat.NotebookNode) -> str:
+    """Say under which line `#| code-fold: …` folds the cell's code; empty where it is shown."""
+    given = [d for d in directives(cell.source) if d.startswith("code-fold: ")]
+    return " ".join(line.removeprefix("code-fold: ") for line in given)
+
+
 def without_directives(source: str) -> str:
     """Give `source` without the `#| …` lines it starts with."""
     lines = source.splitlines()

@@ -22,7 +22,7 @@ PUBLIC |= {
     "master": "get_master master2model model_g2master_g split_bn_bias",
     "optimizer": "MasterOptimizer with_masters",
     "sharded_masters": "ShardedOptimizer sharded_masters",
-    "overflow": "Overflow find_overflow random_state",
+    "overflow": "Overflow find_overflow heal random_state",
     "scaler": "LossScaler",
     "step": "MixedStep check_elementwise is_elementwise",
 }

@@ -18,6 +18,7 @@ from notebooks import (
     all_notebooks,
     alt_text,
     directives,
+    folded,
     shown,
     without_code,
     without_directives,
@@ -147,7 +148,11 @@ def write_notebook(notebook: Path, names: Names) -> str:
             continue
         source = without_directives(cell.source)
         hidden = "echo: false" in directives(cell.source)
-        out.append(fenced(source, "python") if source and not hidden else "")
+        code = fenced(source, "python") if source and not hidden else ""
+        if code and (summary := folded(cell)):  # a click away: pictures, and what only checks
+            opened = '<details class="code" markdown="1">'
+            code = f"{opened}\n<summary>{summary}</summary>\n\n{code}\n</details>\n"
+        out.append(code)
         for j, given in enumerate(cell.outputs):
             name = f"pictures/{page.removesuffix('.md')}-{i}-{j}"
             out.append(output(given, page, name, alt_text(cell)))
