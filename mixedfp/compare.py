@@ -45,8 +45,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import mixedfp.callback  # noqa: F401  gives `Learner` its methods
-from .cast import model2half, to_float, to_half
+from .cast import model2half
 from .command import DEFAULT_PRECISIONS, PRECISIONS, main  # noqa: F401
+from .engine.forward import install_forward
 from .examples import Darknet, cifar10, photos, picture_folder
 from .testing import COLORS
 
@@ -65,19 +66,6 @@ class _Autocast(nn.Module):
         with torch.autocast(x.device.type, self.dtype):
             pred = self.model(x)
         return pred.float()
-
-
-class _NoMasters(Callback):
-    """Cast the inputs to `dtype` and the predictions back, and nothing more."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-
-    def before_batch(self):
-        self.learn.xb = to_half(self.xb, self.dtype)
-
-    def after_pred(self):
-        self.learn.pred = to_float(self.pred)
 
 
 def _check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -100,8 +88,8 @@ def make_learner(
     if precision == "autocast-bf16":
         return Learner(dls, _Autocast(model, torch.bfloat16), **kwargs)
     if precision == "bf16-pure":
-        learn = Learner(dls, model2half(model, torch.bfloat16), **kwargs)
-        return learn.add_cb(_NoMasters(torch.bfloat16))
+        install_forward(model2half(model, torch.bfloat16), torch.bfloat16)
+        return Learner(dls, model, **kwargs)
     learn = Learner(dls, model, **kwargs)
     if precision == "fp32":
         return learn
