@@ -47,8 +47,8 @@ from torch import Tensor, nn
 import mixedfp.callback  # noqa: F401  gives `Learner` its methods
 from .cast import model2half
 from .command import DEFAULT_PRECISIONS, PRECISIONS, main  # noqa: F401
-from .engine.forward import install_forward
 from .examples import Darknet, cifar10, photos, picture_folder
+from .step import install_forward
 from .testing import COLORS
 
 # %% ../nbs/21_compare.ipynb #0dd79884

@@ -7,9 +7,11 @@ it. What needs fastai is imported in the function that uses it.
 
 import inspect
 import sys
+import weakref
 from contextlib import contextmanager
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixedfp.cast import stays_float
 from mixedfp.engine import payback, ranks, reducer, torch_private
@@ -406,6 +408,39 @@ def attention_is_slow(monkeypatch, limit):
 def ask_the_processor(monkeypatch):
     """Have the processor be asked again what attention is slow at; else it is asked once."""
     attention_is_slow(monkeypatch, _home(slow_attention)._slow_attention.__wrapped__)
+
+
+def keep_casts(monkeypatch):
+    """Have products in float32 keep their casts; return a list of those they would not have."""
+    kept = _home(ComputeInFloat32).SavedOperands
+    pack, given = kept.pack, []
+
+    def look(self, t):
+        if not isinstance(pack(self, t), torch.Tensor):
+            given.append(t.shape)
+        return t
+
+    monkeypatch.setattr(kept, "pack", look)
+    return given
+
+
+class Allocated(TorchDispatchMode):
+    """Weak references to the memory of what operations return."""
+
+    def __enter__(self):
+        self.made = {}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            memory = out.untyped_storage()
+            self.made[memory.data_ptr()] = weakref.ref(memory), memory.nbytes()
+        return out
+
+    def alive(self):
+        """Count the bytes that are still held."""
+        return sum(n for memory, n in self.made.values() if memory() is not None)
 
 
 def watch_narrowed(monkeypatch):

@@ -10,13 +10,14 @@ import copy
 import math
 import pickle
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import inside
 import pytest
 import torch
 import torch.nn.functional as F
-from inside import AttentionInFloat32, EmbeddingInFloat32, slow_attention
+from inside import AttentionInFloat32, ComputeInFloat32, EmbeddingInFloat32, slow_attention
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -669,3 +670,139 @@ def test_native_is_native_on_any_cpu(monkeypatch):
     with Spy() as spy:
         model(torch.ones(2, 4))
     assert set(spy.seen["addmm"]) == {BF16}
+
+
+# What such a product keeps for its backward pass
+
+
+LINES = torch.arange(-2048, 2048).view(64, 64) / 2048  # 2¹² numbers, and none a small one
+PICTURES = LINES.reshape(2, 8, 16, 16)
+MATRICES = LINES.reshape(4, 32, 32)[:2].repeat(2, 1, 1)
+
+
+def cross_attention(query, key, w):
+    """Of parts of one matrix: the query's weights, and those of key and value."""
+    weights, bias = torch.cat([w, w.flip(0), w.flip(1)]), w[:3].flatten()
+    attended, _ = F.multi_head_attention_forward(
+        query, key, key, 64, 2, weights, bias, None, None, False, 0.0, w, w[0]
+    )
+    return attended
+
+
+BIG_PRODUCTS = {
+    "linear": (F.linear, [LINES, LINES.flip(0), LINES[0]]),
+    "transposed": (lambda x, w: x.t() @ w[:, ::2], [LINES, LINES.flip(0)]),
+    "a view": (lambda x, w: x.view(4, 1024)[1:].view(-1, 64) @ w, [LINES, LINES]),
+    "the same twice": (lambda x: x @ x.t(), [LINES]),
+    "conv2d": (F.conv2d, [PICTURES, LINES.view(-1)[:1152].view(16, 8, 3, 3).repeat(4, 1, 1, 1)]),
+    "channels_last": (
+        lambda x, w: F.conv2d(x.contiguous(memory_format=torch.channels_last), w, stride=2),
+        [PICTURES, LINES.view(-1)[:1152].view(16, 8, 3, 3)],
+    ),
+    "bmm": (torch.bmm, [MATRICES, MATRICES]),
+    "einsum": (lambda a, b: torch.einsum("bij,bjk->ik", a, b), [MATRICES, MATRICES]),
+    "parts of a matrix": (cross_attention, [LINES[:4], LINES[:7], LINES]),
+    "attention": (F.scaled_dot_product_attention, [MATRICES[None]] * 3),
+}
+
+
+def gradients(product, tensors, dtype, mode, twice=False):
+    """Return the product, the gradients, and those of the gradients' sum of squares."""
+    leaves = [t.to(dtype).requires_grad_() for t in tensors]
+    with mode:
+        out = product(*leaves)
+    grads = torch.autograd.grad(out.float().pow(2).sum(), leaves, create_graph=twice)
+    if twice:
+        sum(g.float().pow(2).sum() for g in grads).backward()
+    return [out, *grads, *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+@pytest.mark.parametrize("name", BIG_PRODUCTS)
+def test_gradients_have_the_bits_of_casts_that_were_kept(name, dtype, twice, monkeypatch):
+    product, tensors = BIG_PRODUCTS[name]
+    if twice and name in ("attention", "parts of a matrix"):
+        pytest.skip("PyTorch has no second derivative of its kernel")
+    ours = gradients(product, tensors, dtype, ComputeInFloat32(dtype), twice)
+    packed = inside.keep_casts(monkeypatch)
+    assert_same(ours, gradients(product, tensors, dtype, ComputeInFloat32(dtype), twice))
+    assert packed
+
+
+@pytest.mark.parametrize("inputs_are_changed", [False, True])
+def test_what_is_kept_is_what_was_given(inputs_are_changed):
+    """Changed in between it is refused: PyTorch refuses it where the CPU computes it itself."""
+    x, w = (LINES.to(BF16).requires_grad_() for _ in range(2))
+    for mode in (ComputeInFloat32(BF16), nullcontext()):
+        hidden = x * 1
+        with mode:
+            out = hidden @ w
+        (hidden if inputs_are_changed else w.detach()).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_small_operands_are_kept_as_casts(monkeypatch):
+    """Two calls of Python each would cost more than their memory."""
+    packed = inside.keep_casts(monkeypatch)
+    for n, expected in ((63, 0), (64, 1)):
+        with ComputeInFloat32(BF16):
+            LINES[:n].to(BF16) @ LINES.to(BF16)[:, :n].requires_grad_()
+        assert len(packed) == expected
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_keep_their_casts(make, monkeypatch):
+    """One for all steps, where each step would cast the weights anew."""
+    packed, layer = inside.keep_casts(monkeypatch), make(64, 64).to(BF16)
+    with ComputeInFloat32(BF16):
+        layer(LINES.to(BF16))
+    assert packed == []
+
+
+def test_hooks_of_others_and_torch_func_are_left_alone():
+    x, w = (LINES.to(BF16).requires_grad_() for _ in range(2))
+    seen = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: seen.append(t.dtype) or t, lambda t: t
+    )
+
+    def loss(w):
+        return (x.detach() @ w).float().pow(2).sum()
+
+    with ComputeInFloat32(BF16):
+        expected = torch.autograd.grad(loss(w), w)[0]
+        with hooks:
+            x @ w
+        assert seen == [FULL, FULL]
+        assert_same(torch.func.grad(loss)(w), expected)
+        assert torch.func.vmap(lambda row: row @ w)(x).dtype == BF16
+
+
+def test_what_was_made_in_inference_mode_trains():
+    """Its changes are not counted, and so not seen: the cast is kept."""
+    with torch.inference_mode():
+        x = LINES.to(BF16)
+    w = LINES.to(BF16).requires_grad_()
+    with ComputeInFloat32(BF16):
+        out = x @ w
+    with torch.inference_mode():
+        x.mul_(2)
+    out.sum().backward()
+    assert_same(w.grad, (LINES.to(BF16).float().t() @ torch.ones(64, 64)).to(BF16))
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+def test_a_model_keeps_half_as_much_as_in_float32(dtype, monkeypatch):
+    """Of the inputs of all layers; the weights and their masters are there anyway."""
+    inside.is_native(monkeypatch, float16=False, bfloat16=False)
+    sizes = {}
+    for precision in (FULL, dtype):
+        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())])
+        model, _ = with_masters(model, optim.SGD(model.parameters(), 0.1), dtype=precision)
+        with inside.Allocated() as made:
+            out = model(torch.randn(256, 64))
+        sizes[precision] = made.alive()
+        assert out.dtype == FULL
+    assert sizes[dtype] < 0.7 * sizes[FULL]
