@@ -694,6 +694,8 @@ def about(args: argparse.Namespace) -> dict:
         "python": platform.python_version(),
         **{n: version(n) for n in names if find_spec(n) is not None},
         **{k: getattr(args, k) for k in kept},
+        # oneDNN's limit: with AVX512_CORE_BF16 a newer CPU computes as one without AMX and fp16
+        "instructions": os.environ.get("ONEDNN_MAX_CPU_ISA", "all"),
     }
 
 

@@ -4,7 +4,7 @@ A figure carries a mark, a comment that no page shows: `1.44<!--= whole learn-bf
 The mark names where the number comes from:
 
     printed WORDS             a number in a line with these words, in an output of this notebook
-    whole WAY speed [WHICH]   bench/results/train_step.json: times float32's speed
+    whole WAY speed [WHICH]   train_step.json (fp16: train_step_fp16.json): times float32's speed
     whole WAY memory [WHICH]  its peak memory, of float32's; WHICH: mean, min, max or a model
     master WAY | WAY | WHICH | DTYPE…   master_step.json: the first way's time by the second's
     scaling WAY | WAY | PARAMETERS      scaling.json: the same, by size
@@ -46,7 +46,7 @@ def results(name: str) -> dict:
 
 def whole(way: str, column: str, which: str = "mean") -> float:
     """Give a way's speed or memory relative to float32's: geometric mean, bound, or one model."""
-    rows = results("train_step")["results"]
+    rows = results("train_step_fp16" if "fp16" in way else "train_step")["results"]
     plain = {r["model"]: r["bytes"] for r in rows if r["way"] == "fp32"}
     found = {
         r["model"]: r["to_fp32"] if column == "speed" else r["bytes"] / plain[r["model"]]
