@@ -18,7 +18,11 @@ from pathlib import Path
 
 import nbformat
 from nbconvert.filters import strip_ansi
-from nbconvert.preprocessors import CellExecutionError, ExecutePreprocessor
+from nbconvert.preprocessors import (
+    CellExecutionError,
+    CoalesceStreamsPreprocessor,
+    ExecutePreprocessor,
+)
 from notebooks import ROOT, all_notebooks, directives
 
 NEVER = {"notest", "eval: false", "eval:false"}
@@ -70,6 +74,7 @@ def run_here(path: Path, write: bool) -> None:
     runner = ExecutePreprocessor(timeout=None, kernel_name="python3", record_timing=False)
     runner.preprocess(part, {"metadata": {"path": str(path.parent)}})
     if write:
+        part, _ = CoalesceStreamsPreprocessor().preprocess(part, {})  # lines come one by one
         for cell, ran in zip(to_run, part.cells, strict=True):
             cell.outputs = [portable(output) for output in ran.outputs if not is_noise(output)]
         nbformat.write(nb, path)
@@ -112,6 +117,7 @@ def run_nbdev(paths: list[Path], args: argparse.Namespace, *options: str) -> lis
     """Run `nbdev_test`, print what it says, and give for each of `paths` whether it passed."""
     test = [str(Path(sys.executable).parent / "nbdev_test"), "--do_print", *options]
     began, ended, failed, said = {}, set(), set(), []
+    limit = 3 * args.timeout  # for all of them
     with subprocess.Popen(
         test,
         cwd=ROOT,
@@ -123,8 +129,8 @@ def run_nbdev(paths: list[Path], args: argparse.Namespace, *options: str) -> lis
         errors="replace",
         start_new_session=True,
     ) as process:
-        limit = threading.Timer(2 * args.timeout, os.killpg, (process.pid, signal.SIGKILL))
-        limit.start()
+        kill = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
+        kill.start()
         for line in process.stdout or ():
             now, (word, _, name) = time.perf_counter(), line.strip().rpartition(" ")
             if word == "Starting":
@@ -135,11 +141,14 @@ def run_nbdev(paths: list[Path], args: argparse.Namespace, *options: str) -> lis
                 print(f"ended {took:7.1f} s  {shown}", flush=True)
             else:
                 said.append(line)
-            if re.fullmatch(r"\t\S+\.ipynb\n?", line):  # its list of those that failed
-                failed.add(line.strip())
-        limit.cancel()
+            # an error as it comes up, and the list of all at the end
+            if of_failed := re.fullmatch(r"(?:\w+ in |\t)(\S+\.ipynb):?\n?", line):
+                failed.add(Path(of_failed[1]).name)
+        kill.cancel()
     print("".join(said).strip(), flush=True)
-    if process.returncode and not failed:  # it has stopped in the middle
+    if process.returncode == -signal.SIGKILL:
+        print(f"stopped after {limit:.0f} s", flush=True)
+    if process.returncode > 0 and not failed:  # for another reason than a cell
         return [False] * len(paths)
     return [str(path) in ended and path.name not in failed for path in paths]
 
