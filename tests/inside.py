@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mixedfp.cast import stays_float
 from mixedfp.engine import payback, ranks, reducer, torch_private
+from mixedfp.engine.autocast import PromoteMixed
 from mixedfp.engine.codec import join, round_half_up, split
 from mixedfp.engine.elementwise import check_elementwise
 from mixedfp.engine.exchange import ParamExchange
@@ -49,6 +50,7 @@ __all__ = [
     "MasterParams",
     "NotElementwise",
     "FlushWatch",
+    "PromoteMixed",
     "ScaleRecord",
     "are_finite",
     "average_over_ranks",

@@ -418,6 +418,25 @@ def test_3_15_recurrent_layers(make, dtype, monkeypatch):
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_3_15_what_has_no_kernel_in_16_bits_is_computed_in_float32():
+    """So oneDNN says of an LSTM in float16 that is trained, on a CPU that multiplies float16."""
+
+    @torch.overrides.wrap_torch_function(lambda x: (x,))
+    def lstm(x):
+        if x.dtype == HALF:
+            raise RuntimeError("could not create a primitive descriptor for the LSTM forward pass")
+        return x + 1
+
+    def wrong(x):
+        raise RuntimeError("could not allocate memory")
+
+    with inside.PromoteMixed():
+        assert_same(lstm(torch.ones(2, dtype=HALF)), torch.full((2,), 2.0))
+        assert lstm(torch.ones(2, dtype=BF16)).dtype == BF16
+        with pytest.raises(RuntimeError, match="could not allocate"):
+            torch.overrides.wrap_torch_function(lambda x: (x,))(wrong)(torch.ones(2, dtype=HALF))
+
+
 @no_fp16
 def test_3_15_float16_on_a_cpu_is_as_strict_as_a_gpu():
     x, w = torch.randn(2, 4), torch.randn(4, 4).half()

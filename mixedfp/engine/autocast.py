@@ -63,7 +63,7 @@ class PromoteMixed(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, ValueError) as e:
-            if not is_about_dtypes(e) or not _is_mixed(args, kwargs):
+            if not _has_no_kernel(e) and not (is_about_dtypes(e) and _is_mixed(args, kwargs)):
                 raise
         if _is_in_place(func):
             return func(args[0], *cast_floats(args[1:], args[0].dtype), **kwargs)
@@ -78,6 +78,11 @@ def is_about_dtypes(
     if isinstance(error, MixedPrecisionError) or not isinstance(error, RuntimeError | ValueError):
         return False
     return "type" in text or "not implemented for" in text
+
+
+def _has_no_kernel(error):
+    "Whether oneDNN has none: of an LSTM in float16 it computes the forward pass alone."
+    return "could not create a primitive descriptor" in str(error)
 
 
 def _is_in_place(func):
