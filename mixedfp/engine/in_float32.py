@@ -126,9 +126,9 @@ def _without_mask(func, inputs):
 
 def _may_hook():
     "Whether a backward pass may come, and no other hooks say how its tensors are saved."
-    if is_compiling() or not torch.is_grad_enabled() or not may_hook_saved_tensors():
+    if is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
         return False
-    return saved_tensors_hooks_now() is None
+    return may_hook_saved_tensors() and saved_tensors_hooks_now() is None
 
 
 # %% ../../nbs/engine/01_in_float32.ipynb #a540890f
