@@ -412,6 +412,13 @@ def ask_the_processor(monkeypatch):
     attention_is_slow(monkeypatch, _home(slow_attention)._slow_attention.__wrapped__)
 
 
+def ask_the_processor_for_products(monkeypatch, bfloat16):
+    """Have the processor be asked again what it multiplies, and answer for `bfloat16`."""
+    home = _home(slow_attention)
+    monkeypatch.setattr(home, "cpu_multiplies_bf16", lambda: bfloat16)
+    monkeypatch.setattr(home, "_x86_has", home._x86_has.__wrapped__)
+
+
 def keep_casts(monkeypatch):
     """Have products in float32 keep their casts; return a list of those they would not have."""
     kept = _home(ComputeInFloat32).SavedOperands

@@ -589,7 +589,7 @@ def test_another_device_is_left_alone(slow):
     [
         ("x86_64", False, True, 2**23),
         ("AMD64", False, False, math.inf),
-        ("x86_64", True, True, 0),
+        ("x86_64", True, True, 2**21),
         ("aarch64", False, False, 0),
     ],
 )
@@ -661,6 +661,17 @@ def test_products_run_in_float32_where_the_cpu_has_none_in_bfloat16(is_native, m
         assert_same(out.detach(), F.linear(hidden, *wide[2:]).to(BF16).float())
     assert {p.grad.dtype for p in model.parameters()} == {FULL}
     opt.step()
+
+
+@pytest.mark.parametrize("machine, multiplies, expected", [
+    ("x86_64", True, {HALF: False, BF16: True}),  # fp16 has no backward pass of a convolution
+    ("x86_64", False, {HALF: False, BF16: False}),
+    ("aarch64", False, {HALF: True, BF16: True}),
+])  # fmt: skip
+def test_what_a_cpu_trains_fast_with(machine, multiplies, expected, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    inside.ask_the_processor_for_products(monkeypatch, multiplies)
+    assert {dtype: inside.has_arithmetic("cpu", dtype) for dtype in expected} == expected
 
 
 def test_native_is_native_on_any_cpu(monkeypatch):

@@ -28,7 +28,6 @@ from ..cast import to_float
 from mixedfp.engine.torch_private import (
     cpu_has_amx,
     cpu_has_bf16,
-    cpu_has_fp16,
     cpu_multiplies_bf16,
     is_in_transform,
     may_hook_saved_tensors,
@@ -41,7 +40,7 @@ def has_arithmetic(
     device: str | torch.device,  # where a model is
     dtype: torch.dtype,  # of the model
 ) -> bool:
-    "Whether `device` multiplies such matrices in hardware: every accelerator does, not every CPU."
+    "Whether PyTorch trains fast with such matrices on `device`: on every accelerator, few CPUs."
     if torch.device(device).type != "cpu" or dtype.itemsize != 2:
         return True
     return platform.machine().lower() in ("arm64", "aarch64") or _x86_has(dtype)
@@ -49,7 +48,7 @@ def has_arithmetic(
 
 @functools.cache
 def _x86_has(dtype):
-    return cpu_has_fp16() if dtype == torch.float16 else cpu_multiplies_bf16()
+    return dtype == torch.bfloat16 and cpu_multiplies_bf16()
 
 # %% ../../nbs/engine/01_in_float32.ipynb #b1536198
 # Every spelling of a matrix product in PyTorch; the rest is element-wise and fast in fp16.
@@ -189,7 +188,8 @@ def _unpack(saved):
 
 
 # %% ../../nbs/engine/01_in_float32.ipynb #37537ea3
-_SMALL_HEAD = 2**23  # products, queries × keys × size, as measured by bench/operators.py
+# products, queries × keys × size, as measured by bench/operators.py
+_SMALL_HEAD, _SMALL_FOR_TILES = 2**23, 2**21
 
 
 def slow_attention(
@@ -206,7 +206,7 @@ def _slow_attention(device_type, dtype):
     if device_type != "cpu" or dtype != torch.bfloat16 or not is_x86:
         return 0  # not measured, or not slow
     if cpu_has_amx():
-        return 0  # other kernels, and not measured
+        return _SMALL_FOR_TILES
     return _SMALL_HEAD if cpu_has_bf16() else math.inf
 
 # %% ../../nbs/engine/01_in_float32.ipynb #65bdc1ac

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NORMS', 'STEP_HOOKS', 'outside_of_dynamo', 'uncompiled', 'sequence_number', 'next_sequence_number', 'backward_id',
            'at_end_of_backward', 'node_class', 'keeping_version', 'is_in_transform', 'saved_tensors_hooks_now',
-           'may_hook_saved_tensors', 'cpu_has_fp16', 'cpu_has_bf16', 'cpu_multiplies_bf16', 'cpu_has_amx', 'copy_each_',
-           'zero_each_', 'norm_of_each', 'unscale_each_', 'joined', 'apply_to_own', 'forward_hooks', 'remove_hooks',
+           'may_hook_saved_tensors', 'cpu_has_bf16', 'cpu_multiplies_bf16', 'cpu_has_amx', 'copy_each_', 'zero_each_',
+           'norm_of_each', 'unscale_each_', 'joined', 'apply_to_own', 'forward_hooks', 'remove_hooks',
            'state_dict_hooks', 'loads_strictly', 'module_of_call', 'is_replica', 'step_hooks', 'is_of_schedule',
            'count_as_stepped', 'unscales_by_itself', 'active_ddp', 'local_tensor', 'asks_by_name', 'loads_in_place',
            'assure', 'schema_of', 'TorchDispatchMode', 'is_in_torch_dispatch_mode']
@@ -125,18 +125,6 @@ def may_hook_saved_tensors() -> bool:
     return torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 # %% ../../nbs/engine/00_torch_private.ipynb #632767e7
-def cpu_has_fp16() -> bool:
-    """Whether oneDNN multiplies float16 matrices in hardware on this x86 CPU.
-
-    `torch.cpu.get_capabilities` is not in 2.10, and knows nothing of builds without oneDNN.
-    Seen in 2.10 to 2.15: `torch.ops.mkldnn._is_mkldnn_fp16_supported`.
-    """
-    try:
-        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    except (AttributeError, RuntimeError):  # a build without oneDNN has no fast fp16 either
-        return False
-
-
 def cpu_has_bf16() -> bool:
     """Whether this x86 CPU has the bfloat16 instructions of AVX-512.
 
