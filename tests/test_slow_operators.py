@@ -791,6 +791,15 @@ def test_hooks_of_others_and_torch_func_are_left_alone():
         assert torch.func.vmap(lambda row: row @ w)(x).dtype == BF16
 
 
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning")
+def test_a_trace_hears_of_nothing():
+    """Sizes and versions are no part of what is traced."""
+    w = LINES.to(BF16)
+    with ComputeInFloat32(BF16):
+        traced = torch.jit.trace(lambda x: x @ w, LINES.to(BF16), check_trace=False)
+    assert_same(traced(LINES.to(BF16)), (LINES.to(BF16).float() @ w.float()).to(BF16))
+
+
 def test_what_was_made_in_inference_mode_trains():
     """Its changes are not counted, and so not seen: the cast is kept."""
     with torch.inference_mode():
