@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from mixedfp.scaler import LossScaler
 from mixedfp.sharded_masters import sharded_masters
 from mixedfp.testing import assert_same
 
@@ -131,6 +132,46 @@ def paths(line):
     return found
 
 
+def skipped_in_a_row(line):
+    """Return the buffers after a step, and after each of two that overflow."""
+    torch.manual_seed(0)
+    model, opt = sharded_masters(model := fully_shard(columns_of_none(), mesh=line), adamw(model))
+    scaler, found = LossScaler("cpu", 8.0), []
+    for factor in (1.0, torch.inf, torch.inf):
+        opt.zero_grad()
+        scaler.scale(model(torch.randn(8, 4)).square().mean() * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+        found.append([b.clone() for b in model.buffers()])
+    return found, scaler.n_skipped
+
+
+def many(line, wrap):
+    """Return a weight of 2**20 elements after two steps: a process's half is several pieces."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(1024, 1024, bias=False), mesh=line)
+    opt = adamw(model)
+    if wrap:
+        model, opt = sharded_masters(model, opt)
+    for _ in range(2):
+        model(torch.randn(2, 1024)).square().mean().backward()
+        opt.step()
+    assert model.weight.to_local().numel() == 2**19
+    return model.weight.to_local().detach().clone()
+
+
+def regrouped(line, wrap):
+    """Return weights after a step by groups that were set as a whole."""
+    opt = adamw(model := columns(line))
+    if wrap:
+        model, opt = sharded_masters(model, opt)
+    (group,) = opt.param_groups
+    opt.param_groups = [{**group, "params": group["params"][:1], "lr": 0.5}]
+    model(torch.arange(8.0).view(2, 4)).pow(3).sum().backward()
+    opt.step()
+    return [p.to_local().detach().clone() for p in model.parameters()], len(opt.param_groups[0])
+
+
 def work(rank):
     """Return all that the tests look at."""
     line = init_device_mesh("cpu", (2,))
@@ -141,6 +182,9 @@ def work(rank):
         "skipped first": skipped_first(line),
         "left alone": left_alone(line),
         "paths": paths(line),
+        "in a row": skipped_in_a_row(line),
+        "many": [many(line, wrap) for wrap in (True, False)],
+        "regrouped": [regrouped(line, wrap) for wrap in (True, False)],
     }
 
 
@@ -176,3 +220,22 @@ def test_what_is_refused_changes_nothing(ranks):
 def test_a_fused_optimizer_steps_by_itself(ranks):
     for found in ranks:
         assert found["paths"] == ["in chunks", "by the optimizer"]
+
+
+def test_steps_that_are_skipped_in_a_row_leave_the_buffers_alone(ranks):
+    """Also of the second: what says that more may come is the skip itself."""
+    for (before, once, twice), n_skipped in (found["in a row"] for found in ranks):
+        assert n_skipped == 2
+        assert_same(once, before)
+        assert_same(twice, before)
+
+
+def test_a_shard_of_several_pieces_is_stepped_as_by_the_plain_optimizer(ranks):
+    """A pass cuts what does not fit into a cache."""
+    for found in ranks:
+        assert_same(*found["many"])
+
+
+def test_groups_may_be_set_as_a_whole(ranks):
+    for found in ranks:
+        assert_same(*found["regrouped"])
