@@ -563,3 +563,14 @@ def test_the_optimizers_own_zero_grad():
         opt.step()
         opt.zero_grad()
     assert inside.masters_by_param(masters)[model.weight] == 0.5
+
+
+def test_a_buffer_in_the_middle_of_two_numbers_of_bfloat16_keeps_its_bits():
+    """It is rounded to the even one, and is known by that: not as masters that are cut in two."""
+    model, middle = nn.Linear(2, 2), torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8])
+    model.register_buffer("means", middle.clone())
+    model, opt = with_masters(model, torch.optim.SGD(model.parameters(), 1.0), dtype=torch.bfloat16)
+    assert model.means.tolist() == [1.0, 1 + 2.0**-6]
+    assert_same(model.state_dict()["means"], middle)
+    opt.restore()
+    assert_same(model.means, middle)
