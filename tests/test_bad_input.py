@@ -24,6 +24,7 @@ from torch import nn
 
 from mixedfp.callback import MixedPrecision, mixed_precision
 from mixedfp.formats import MixedPrecisionError
+from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
 
@@ -367,6 +368,14 @@ def test_nothing_is_told_where_nothing_is_replaced(how, notices, monkeypatch):
     inside.is_native(monkeypatch, float16=how == "hardware")
     learn = make_learner()
     (learn.to_bf16() if how == "bf16" else learn.to_fp16(native=how == "native")).fit(1)
+    assert not notices()
+
+
+def test_nothing_is_told_in_32_bits(notices):
+    """There the forward pass is called differently where layers have scales; no CPU is slow."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    MixedStep(torch.float32, layer_scales={"0": 2.0}).attach(model)
+    model(torch.ones(2, 4))
     assert not notices()
 
 

@@ -683,6 +683,17 @@ def test_native_is_native_on_any_cpu(monkeypatch):
     assert set(spy.seen["addmm"]) == {BF16}
 
 
+def test_native_stays_native_where_more_is_kept_in_32_bits(monkeypatch):
+    inside.is_native(monkeypatch, bfloat16=False)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    settings = dict(dtype=BF16, native=True)
+    model, opt = with_masters(model, optim.SGD(model.parameters(), 0.1), **settings)
+    opt.keep_more(["1"])
+    with Spy() as spy:
+        model(torch.ones(2, 4))
+    assert set(spy.seen["addmm"]) == {BF16, FULL}
+
+
 # What such a product keeps for its backward pass
 
 
