@@ -4,6 +4,7 @@ import copy
 import io
 import operator
 import pickle
+from types import SimpleNamespace
 
 import inside
 import pytest
@@ -574,3 +575,23 @@ def test_a_buffer_in_the_middle_of_two_numbers_of_bfloat16_keeps_its_bits():
     assert_same(model.state_dict()["means"], middle)
     opt.restore()
     assert_same(model.means, middle)
+
+
+def test_a_hook_of_others_with_masters_of_its_own_is_not_taken_for_ours():
+    """Every object that listens to `state_dict` is looked at."""
+
+    class Others:
+        def __init__(self, model):
+            self.masters = SimpleNamespace(model=model, is_restored=False)
+
+        def __call__(self, *args):
+            pass
+
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(Others(model))
+    before = copies(model)
+    model, opt = with_masters(model, torch.optim.SGD(model.parameters(), 1.0))
+    assert model.weight.dtype == torch.float16
+    assert_same(copies(copy.deepcopy(model)), before)
+    opt.restore()
+    assert_same(copies(model), before)
