@@ -222,7 +222,7 @@ class HalfForward(WrappedForward):
     It stands in `model.forward`, with the signature of what it stands for. Inputs are cast to
     `dtype` (but keyword arguments named `...label...`), 16-bit outputs to float32.
     `torch.autocast` is entered inside where the model needs it. What a CPU is slow or wrong at
-    in 16 bits is computed in float32: all products where it has no arithmetic of that type, else in
+    in 16 bits is computed in float32: all products where PyTorch is slow in that type, else in
     bfloat16 attention; in both the gradients of embeddings. Modes that are entered here are left
     here, whatever is raised.
     """
@@ -430,11 +430,13 @@ def _is_slow_on_cpu(self: HalfForward):
 
 @patch
 def _say_slow(self: HalfForward):
-    name, long = ("fp16", "float16") if self.dtype == torch.float16 else ("bf16", "bfloat16")
-    other = "to_bf16() is faster where the CPU has bfloat16; " if name == "fp16" else ""
+    is_half = self.dtype == torch.float16
+    name = "float16" if is_half else "bfloat16"
+    other = "bfloat16 (to_bf16) is faster on many CPUs; " if is_half else ""
     notice_once(
-        f"this CPU has no {name} arithmetic: {long} products are computed in float32 and rounded "
-        f"to {long}, at about float32's speed. {other}native=True uses PyTorch's own, slow kernels"
+        f"on this CPU {name} products are computed in float32 and rounded to {name}: training "
+        f"goes as on a GPU, at about float32's speed. {other}native=True uses PyTorch's own "
+        "kernels, mostly slower"
     )
 
 
