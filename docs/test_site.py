@@ -102,9 +102,18 @@ def test_no_link_is_dead_and_nothing_comes_from_elsewhere(parsed):
     assert not bad
 
 
+def test_a_picture_opens_in_full_size(parsed):
+    pages = [page for page in PAGES if "pictures/" in " ".join(parsed[page].loaded)]
+    assert "index.html" in pages
+    for page in pages:
+        pictures = [url for url in parsed[page].loaded if "pictures/" in url]
+        assert set(pictures) <= set(parsed[page].links), page
+
+
 def test_the_reference_shows_what_stands_behind_parameters():
     text = (SITE / "api/callback.html").read_text(encoding="utf-8")
     assert 'id="learner.to_fp16"' in text and "the constant scale, or the first one" in text
+    assert text.count("the other settings of") == 2  # behind **kwargs: to_fp16, to_bf16
     source = (SITE.parent / "mixedfp" / "optimizer.py").read_text(encoding="utf-8")
     names = re.findall(r"^def ([a-z]\w*)\(\s*self: MasterOptimizer", source, flags=re.MULTILINE)
     text = (SITE / "api/optimizer.html").read_text(encoding="utf-8")

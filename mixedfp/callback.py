@@ -61,7 +61,7 @@ class MixedPrecision(Callback):
     def __init__(
         self,
         loss_scale: float = 512.0,  # > 0; the constant scale, or the first one where `dynamic`
-        flat_master: bool = False,  # one vector of masters a list instead of one a parameter
+        flat_master: bool = False,  # masters in a few long vectors, not one for each parameter
         dynamic: bool = True,  # back off after an overflow, grow after enough steps without
         dtype: torch.dtype = torch.float16,  # of the model; only float16 is scaled
         growth_factor: float = 2.0,  # > 1
@@ -699,8 +699,8 @@ def _use(learn, cb):
 def to_fp16(
     self: Learner,
     loss_scale: float = 512.0,  # > 0; the constant scale, or the first one where `dynamic`
-    flat_master: bool = False,  # one vector of masters a list instead of one a parameter
-    **kwargs,
+    flat_master: bool = False,  # masters in a few long vectors, not one for each parameter
+    **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
     "Put the model into float16 with float32 masters and a loss scale; as it is, trained or not."
     return _use(self, MixedPrecision(loss_scale, flat_master, **kwargs))
@@ -710,8 +710,8 @@ def to_fp16(
 @delegates(MixedPrecision.__init__)
 def to_bf16(
     self: Learner,
-    flat_master: bool = False,  # one vector of masters a list instead of one a parameter
-    **kwargs,
+    flat_master: bool = False,  # masters in a few long vectors, not one for each parameter
+    **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
     "Put the model into bfloat16 with float32 masters; it has float32's range, nothing is scaled."
     return _use(self, MixedPrecision(flat_master=flat_master, dtype=torch.bfloat16, **kwargs))

@@ -72,7 +72,7 @@ class MixedStep:
     def __init__(
         self,
         dtype: torch.dtype = torch.float16,  # of the model; float32 changes nothing, bit for bit
-        flat_master: bool = False,  # one vector of masters a list instead of one a parameter
+        flat_master: bool = False,  # masters in a few long vectors, not one for each parameter
         scaler: LossScaler
         | None = None,  # default: a dynamic one for float16, none for other types
         native: bool = False,  # PyTorch's 16-bit kernels also where a CPU is slow at them

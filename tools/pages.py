@@ -124,7 +124,8 @@ def output(out: nbformat.NotebookNode, page: str, name: str, alt: str) -> str:
         if kind in data:
             (PAGES / f"{name}.{ending}").parent.mkdir(parents=True, exist_ok=True)
             (PAGES / f"{name}.{ending}").write_bytes(base64.b64decode(data[kind]))
-            return f"![{alt}]({relative(name, page)}.{ending})\n"
+            file = f"{relative(name, page)}.{ending}"
+            return f"[![{alt}]({file})]({file})\n"  # on a phone its words are read in full size
     if "text/markdown" in data:
         return data["text/markdown"] + "\n"
     if "text/html" in data:
