@@ -16,23 +16,15 @@ from torch import Tensor
 from ..formats import MixedPrecisionError
 
 # %% ../../nbs/engine/03a_codec.ipynb #7bb3ba8e
-_HALF = 0x8000  # of a bfloat16 number's last place, in the pattern of a float32 number
-
-
-def _one_nan(full):
-    "The same numbers in new memory, and of the kinds of nan one; of a graph's node, a node."
-    if isinstance(full, Tensor):  # ten times as fast as what is below, which compiles well
-        return full.nan_to_num(torch.nan, torch.inf, -torch.inf)
-    return torch.where(full == full, full, torch.nan)
-
-
 def split(
     full: Tensor,  # float32
 ) -> tuple[Tensor, Tensor, Tensor]:  # bfloat16, int8, int8
     "Cut numbers into weights, rounded half up, and the upper and lower byte of what is left."
-    bits = _one_nan(full).view(torch.int32)
-    weights = ((bits + _HALF) & -0x10000).view(torch.float32).to(torch.bfloat16)
-    return weights, (bits >> 8).to(torch.int8), bits.to(torch.int8)
+    bits = full.view(torch.int32)
+    upper = bits >> 8
+    above_ties = bits | (upper & 0x80)  # PyTorch rounds half to even; now nothing lies half way
+    weights = above_ties.view(torch.float32).to(torch.bfloat16)
+    return weights, upper.to(torch.int8), bits.to(torch.int8)
 
 
 def join(
