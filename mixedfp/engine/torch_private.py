@@ -224,7 +224,7 @@ def apply_to_own(module: nn.Module, f: Callable[[Tensor], Tensor]) -> None:
     """
     module._apply(f, recurse=False)
 
-
+# %% ../../nbs/engine/00_torch_private.ipynb #21e98e59
 def forward_hooks(module: nn.Module) -> tuple[dict, dict]:
     """Return the hooks of `module` before its forward pass, and those after it, by their ids.
 
@@ -260,7 +260,7 @@ def state_dict_hooks(module: nn.Module) -> tuple[dict, dict, dict]:
         module._load_state_dict_post_hooks,
     )
 
-
+# %% ../../nbs/engine/00_torch_private.ipynb #24cfaf68
 def loads_strictly() -> bool:
     """Whether the `load_state_dict` that runs raises for keys that do not match.
 
