@@ -412,11 +412,19 @@ def ask_the_processor(monkeypatch):
     attention_is_slow(monkeypatch, _home(slow_attention)._slow_attention.__wrapped__)
 
 
-def ask_the_processor_for_products(monkeypatch, bfloat16):
-    """Have the processor be asked again what it multiplies, and answer for `bfloat16`."""
+def ask_the_processor_for_products(monkeypatch, name, multiplies, instructions, tiles):
+    """Have the processor be asked again what it multiplies, and be one of this `name`."""
     home = _home(slow_attention)
-    monkeypatch.setattr(home, "cpu_multiplies_bf16", lambda: bfloat16)
+    monkeypatch.setattr(home, "cpu_multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr(home, "cpu_has_bf16", lambda: instructions)
+    monkeypatch.setattr(home, "cpu_has_amx", lambda: tiles)
+    monkeypatch.setattr(home, "_processor", lambda: name)
     monkeypatch.setattr(home, "_x86_has", home._x86_has.__wrapped__)
+
+
+def the_processor():
+    """Return what the system says of this machine's processor."""
+    return _home(slow_attention)._processor()
 
 
 def keep_casts(monkeypatch):

@@ -12,6 +12,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -48,7 +49,15 @@ def has_arithmetic(
 
 @functools.cache
 def _x86_has(dtype):
-    return dtype == torch.bfloat16 and cpu_multiplies_bf16()
+    if dtype != torch.bfloat16 or not cpu_multiplies_bf16():
+        return False
+    return cpu_has_amx() or (cpu_has_bf16() and "GenuineIntel" not in _processor())
+
+
+def _processor():
+    "What the system says of the processor, the name of its maker in it."
+    about = Path("/proc/cpuinfo")  # of Linux, where `platform` knows no more than "x86_64"
+    return about.read_text() if about.is_file() else platform.processor()
 
 # %% ../../nbs/engine/01_in_float32.ipynb #b1536198
 # Every spelling of a matrix product in PyTorch; the rest is element-wise and fast in fp16.
