@@ -2,6 +2,9 @@
 
     python bench/master_step.py --out bench/results/master_step.json    # 6 minutes on 2 cores
     python bench/master_step.py --shapes resnet50 --opts adam --dtypes fp16
+    python bench/master_step.py --shapes resnet50 vit_b awd_lstm --dtypes bf16 --repeats 9 \
+      --ways "fused" "ours, flat, torch's" "ours, compiled, torch's" "ours, remainders, flat" \
+      "ours, remainders, compiled" --out bench/results/master_step_remainders.json
 
 Gradients to float32, unscale and check (float16), update, weights back to 16 bits, gradients
 cleared. All ways take turns in one run, on parameters of the same shapes and on the same gradients;

@@ -6,7 +6,8 @@ The mark names where the number comes from:
     printed WORDS             a number in a line with these words, in an output of this notebook
     whole WAY speed [WHICH]   train_step.json (fp16: train_step_fp16.json): times float32's speed
     whole WAY memory [WHICH]  its peak memory, of float32's; WHICH: mean, min, max or a model
-    master WAY | WAY | WHICH | DTYPE…   master_step.json: the first way's time by the second's
+    master WAY | WAY | WHICH | DTYPE…   master_step.json (with remainders:
+                              master_step_remainders.json): the first way's time by the second's
     scaling WAY | WAY | PARAMETERS      scaling.json: the same, by size
     operators NAME | SHAPE    operators.json: time in 16 bits by time in float32
     launches MODEL | LOOP | OPT | DTYPE | MASTERS     gpu_counts.json; `float32` for its own
@@ -62,7 +63,7 @@ def master(text: str) -> float:
     """Give the extreme ratio of two ways' times over the three large models."""
     way, other, which, *dtypes = (part.strip() for part in text.split("|"))
     times: dict = {}
-    for r in results("master_step")["rows"]:
+    for r in results("master_step_remainders" if "remainders" in text else "master_step")["rows"]:
         if r["shape"] != "2000 small" and r["dtype"] in (dtypes or ("fp16", "bf16")):
             times.setdefault((r["shape"], r["opt"], r["dtype"]), {})[r["way"]] = r["ms"]
     return PICK[which](t[way] / t[other] for t in times.values())
