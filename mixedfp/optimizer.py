@@ -174,10 +174,6 @@ class MasterOptimizer(Optimizer):
         """Show one screen: what is in which precision and why, what it takes, what was done."""
         return screen(self.masters, self._on)
 
-    # what schedulers, scalers and clipping see
-
-    # all else that the optimizer can do
-
     def __getattr__(self, name: str) -> Any:
         """Give what the optimizer has: its methods work on the masters, and the model follows."""
         if name.startswith("_") or "optimizer" not in vars(self):
