@@ -443,22 +443,23 @@ def test_gradients_put_there_after_they_were_cleared_begin_an_iteration(flat):
     assert_same(net[1].running_mean, before)
 
 
+class InTurn(nn.Module):
+    """Use one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.n = nn.ModuleList(nn.Linear(4, 2) for _ in range(2)), 0
+
+    def forward(self, x):
+        """Use them in turn."""
+        self.n += 1
+        return self.layers[self.n % 2](x.flatten(1)[:, :4])
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_gradients_that_are_cleared_twice_are_zeros_still(monkeypatch, flat):
     """What a batch does not use is stepped with zeros; after `lr_find`, too, which clears again."""
     inside.everything_is_large(monkeypatch)
-
-    class InTurn(nn.Module):
-        """Use one of two layers."""
-
-        def __init__(self):
-            super().__init__()
-            self.layers, self.n = nn.ModuleList(nn.Linear(4, 2) for _ in range(2)), 0
-
-        def forward(self, x):
-            """Use them in turn."""
-            self.n += 1
-            return self.layers[self.n % 2](x.flatten(1)[:, :4])
 
     def train(change):
         learn = make_learner("sgd", InTurn)
@@ -470,3 +471,46 @@ def test_gradients_that_are_cleared_twice_are_zeros_still(monkeypatch, flat):
 
     half = MixedPrecision(dtype=torch.float32, flat_master=flat)
     assert_same(train(lambda learn: learn.add_cb(half)), train(lambda learn: None))
+
+
+def clear(p):
+    """Have what the next backward pass does not reach left alone."""
+    p.grad = None
+
+
+def put(p):
+    """Have it stepped with this gradient, and what the next backward pass adds."""
+    p.grad = torch.ones_like(p, dtype=torch.float32)
+
+
+def write(p):
+    """As `put`, into the gradient that is there."""
+    if p.grad is not None:
+        with torch.no_grad():
+            p.grad += 1
+
+
+@pytest.mark.parametrize("edit", [clear, put, write])
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_are_written_before_a_backward_pass(monkeypatch, flat, edit):
+    """None is not zero where a callback has put it, nor a zero None where it has written."""
+    inside.everything_is_large(monkeypatch)
+
+    class Edit(Callback):  # it has one method, so that ours knows which events are looked at
+        def __init__(self):
+            self.seen = []
+
+        def after_pred(self):
+            params = list(self.model.parameters()) if self.training else []
+            self.seen.append([None if p.grad is None else p.grad.clone() for p in params])
+            for p in params if self.iter == 1 else ():
+                edit(p)
+
+    def train(*cbs):
+        cb = Edit()
+        learn = make_learner("sgd", InTurn, cbs=[cb, *cbs])
+        learn.fit(2)
+        return weights(learn), cb.seen
+
+    half = MixedPrecision(dtype=torch.float32, flat_master=flat)
+    assert_same(train(half), train())

@@ -154,7 +154,7 @@ class ParamExchange:
     def is_current(
         self,
         grads: list[Tensor | None],  # of `lent.params`
-        none_is_zero: bool = False,  # zeros are meant where there is None
+        left_out: Collection[Parameter] = (),  # zeros are meant where theirs is None
     ) -> bool:
         "Whether what is lent is what has a gradient now."
         lent = self.lent
@@ -164,7 +164,9 @@ class ParamExchange:
             return all(len({p.grad is None for p in u.params}) == 1 for u in lent.vectors)
         if any(p.grad is not None for p in lent.others):
             return False
-        return none_is_zero or not any(map(is_, grads, repeat(None)))
+        if not any(map(is_, grads, repeat(None))):
+            return True
+        return all(g is not None or p in left_out for p, g in zip(lent.params, grads, strict=True))
 
     def lay_out(self) -> None:
         "Have the masters lie as the optimizer's groups want it."

@@ -7,10 +7,11 @@ __all__ = ['Stage', 'Deferred', 'Iteration', 'GradStore', 'GradTaker']
 
 # %% ../../nbs/engine/16_gradients.ipynb #edb5af04
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice, repeat
+from mmap import ACCESS_COPY, mmap
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
@@ -63,7 +64,8 @@ class Iteration:
     inv_scale: Tensor | None = None  # (), what the step multiplies deferred ones with
     norms: Tensor | None = None  # (n,), deferred ones', once unscaled; until they are clipped
     found_inf: Tensor | None = None  # (), above 0: the step is to be none; only the device knows
-    none_is_zero: bool = False  # where p.grad is None, zeros are meant
+    # by parameter, zeros that are meant where p.grad is None or this
+    left_out: Mapping[Parameter, Tensor | None] = field(default_factory=dict)
     is_counted: bool = False  # whether `FlushWatch` has seen its gradients
 
     @classmethod
@@ -94,8 +96,8 @@ class Iteration:
             parts.append(f"{sum(len(d.grads) for d in self.deferred)} gradients deferred")
         if self.exclusive:
             parts.append("only the step looks")
-        if self.none_is_zero:
-            parts.append("None is zero")
+        if self.left_out:
+            parts.append(f"zeros of {len(self.left_out)} left out")
         return ", ".join(parts)
 
 # %% ../../nbs/engine/16_gradients.ipynb #49234a8b
@@ -137,14 +139,13 @@ def begin(
         if self.iteration.stage is not Stage.ACCUMULATING:
             self.materialize()
         self.multiply(scale, self.iteration.scale)
+    left_out = self._without_zeros()
     self.half_params = half_params
     self.masters.keep_half_grads(half_params or [])
     for p in half_params or ():
         if p.grad is not None and p.grad.itemsize == 2:
             p.grad = p.grad.float()
-    self.iteration = Iteration(
-        Stage.ACCUMULATING, scale, exclusive, none_is_zero=self.iteration.none_is_zero
-    )
+    self.iteration = Iteration(Stage.ACCUMULATING, scale, exclusive, left_out=left_out)
 
 
 @patch
@@ -236,7 +237,7 @@ def are_unscaled(
 def materialize(self: GradStore) -> None:
     "Make true what was left for the step: code looks at it. Nothing is exchanged."
     it = self.iteration
-    if it.none_is_zero:
+    if it.left_out:
         self.fill_zeros(is_seen=True)
     for bucket, grads in it.deferred:
         bucket.take_deferred(grads, it.inv_scale)
@@ -252,12 +253,11 @@ def fill_zeros(
     is_seen: bool = False,  # by others: then in the masters' dtype
 ) -> None:
     "Zeros for parameters for which the backward pass has found no gradient."
-    lent = self.exchange.lent
-    for p in lent.params if lent is not None and self.iteration.none_is_zero else ():
+    for p in self.iteration.left_out:
         if p.grad is None:
             dtype = self.masters.master[p].dtype if is_seen else p.grad_dtype or p.dtype
             p.grad = torch.zeros_like(p, dtype=dtype)
-    self._become(none_is_zero=False)
+    self._become(left_out={})
 
 
 @patch
@@ -297,7 +297,7 @@ def zero_grad(
     set_to_none: bool,
 ) -> None:
     "Clear the gradients of model and masters: a new iteration."
-    lent, none_is_zero = self.exchange.lent, False
+    lent, left_out = self.exchange.lent, {}
     if set_to_none:
         if lent is not None:
             for u, master in zip(lent.buckets, lent.masters, strict=True):
@@ -307,7 +307,7 @@ def zero_grad(
         for p in self.exchange.params():
             p.grad = None
     elif self.half_params is not None and lent is not None and not self.exchange.every:
-        none_is_zero = self._leave_out_large(lent)
+        left_out = self._leave_out_large(lent)
     elif lent is not None and self.exchange.is_current(self.see()):
         self._zero_buckets(lent.buckets)
     else:
@@ -315,20 +315,46 @@ def zero_grad(
         for u in lent.buckets if lent is not None else ():
             u.detach_grads()
         _zero_([p.grad for p in self.exchange.params() if p.grad is not None])
-    self.iteration = Iteration(none_is_zero=none_is_zero)
+    self.iteration = Iteration(left_out=left_out)
 
 
 @patch
 def _leave_out_large(self: GradStore, lent):
-    "None in place of large zeros: new gradients cost less than to fill and to add to old ones."
-    before = self.iteration.none_is_zero  # of a second call none are left
-    large = [u for u in lent.large if before or any(p.grad is not None for p in u.params)]
-    self._become(none_is_zero=before or bool(large))
-    for p in (p for u in large for p in u.params):
+    "Unfilled zeros for large gradients: new ones cost less than to fill and to add to old ones."
+    large, before = [p for u in lent.large for p in u.params], self.iteration.left_out
+    to_zero = [p for p in large if p.grad is not None or p in before]  # of a second call
+    self._become(left_out=dict.fromkeys(to_zero))  # first, should an interrupt come
+    for p in to_zero:
         p.grad = None
-    ids = set(map(id, large))
+    self.masters.keep_half_grads([])  # zeros are shown in the masters' dtype
+    left_out = {p: _unfilled_zeros(p, self.masters.master[p].dtype) for p in to_zero}
+    for p, zeros in left_out.items():
+        p.grad = zeros
+    ids = set(map(id, lent.large))
     self._zero_buckets([u for u in lent.buckets if id(u) not in ids], lent.others)
-    return self.iteration.none_is_zero
+    return left_out
+
+
+def _unfilled_zeros(p, dtype):
+    "Zeros that the system fills where and when they are read; None where it has no such."
+    if p.device.type != "cpu" or not p.numel():
+        return None
+    memory = mmap(-1, p.numel() * dtype.itemsize, access=ACCESS_COPY)  # no other process' either
+    zeros = torch.frombuffer(memory, dtype=dtype).view(p.shape)
+    return zeros.detach()  # others may call `detach_`, which views refuse
+
+
+@patch
+def _without_zeros(self: GradStore):
+    "Take unfilled zeros away: a gradient is not added to them. What came in their place stays."
+    left_out = {
+        p: None
+        for p, zeros in self.iteration.left_out.items()
+        if p.grad is zeros and not (zeros is not None and zeros._version)  # as it was made
+    }
+    for p in left_out:
+        p.grad = None
+    return left_out
 
 
 @patch

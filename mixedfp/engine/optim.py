@@ -179,7 +179,7 @@ def _without(buckets, others):
 @patch
 def lend(self: OptimizerOnMasters) -> None:
     "Hand the optimizer the masters of all parameters that have a gradient."
-    if not self.exchange.is_current(self.grads.see(), self.iteration.none_is_zero):
+    if not self.exchange.is_current(self.grads.see(), self.iteration.left_out):
         self.reclaim()
         self.masters.check_in_model(self.exchange.params())
         self.watch.watch(self.exchange.lend().params)
@@ -289,7 +289,7 @@ def finish_backward(self: OptimizerOnMasters) -> None:
         self._sync_from_model()
     if it.deferred:
         self.grads.materialize()
-    if it.none_is_zero:
+    if it.left_out:
         self.lend()
         self.grads.fill_zeros()
     grads = self.grads.see()
