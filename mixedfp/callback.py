@@ -501,6 +501,8 @@ def after_cancel_batch(self: MixedPrecision) -> None:
 @patch
 def after_fit(self: MixedPrecision) -> None:
     "From here on each call of `backward` gives gradients in 32 bits."
+    if self.mixed.has_opt:  # a copy is refused while a step is under way; here none is any more
+        self.mixed.scaler.forget(self.mixed.opt.held)
     if self.mixed.is_attached:
         self.mixed.masters.expect_grads()
         self.mixed.stop_listening()

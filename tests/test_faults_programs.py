@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import warnings
 
 import inside
@@ -514,3 +515,47 @@ def test_gradients_are_written_before_a_backward_pass(monkeypatch, flat, edit):
 
     half = MixedPrecision(dtype=torch.float32, flat_master=flat)
     assert_same(train(half), train())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradients_that_are_none_between_fits_are_not_zero(monkeypatch, flat):
+    """A layer that the second fit leaves out at first is not stepped by its momentum."""
+    inside.everything_is_large(monkeypatch)
+
+    def train(*cbs):
+        learn = make_learner("sgd", InTurn, cbs=list(cbs))
+        learn.fit(1)
+        learn.model.zero_grad()
+        learn.fit(1)
+        return weights(learn)
+
+    half = MixedPrecision(dtype=torch.float32, flat_master=flat)
+    assert_same(train(half), train())
+
+
+def test_a_learner_whose_last_step_was_called_off_can_be_copied():
+    """The scaler knows of no unfinished step when the fit is over."""
+
+    class CallOff(Callback):
+        order = 5
+
+        def after_step(self):
+            raise CancelBatchException
+
+    learn = make_learner("sgd", cbs=[CallOff(), MixedPrecision(dtype=torch.float16)])
+    learn.fit(1)
+    assert_same(weights(copy.deepcopy(learn)), weights(learn))
+
+
+def test_a_pickle_of_a_large_optimizer_holds_each_number_once(monkeypatch):
+    """What was lent to it is over: views of a vector would each bring all of it."""
+    inside.everything_is_large(monkeypatch)
+
+    def size(flat):
+        layers = [nn.Linear(108, 64), *(nn.Linear(64, 64) for _ in range(8))]
+        cb = MixedPrecision(dtype=torch.bfloat16, flat_master=flat)
+        learn = make_learner("sgd", nn.Sequential(nn.Flatten(), *layers), cbs=[cb])
+        learn.fit(1)
+        return len(pickle.dumps(learn.opt))
+
+    assert size(flat=True) < 1.2 * size(flat=False)

@@ -116,6 +116,7 @@ class GradStore:
         self.iteration = Iteration() if iteration is None else iteration
         # of the last backward pass: whose gradients may come in 16 bits; None: none may
         self.half_params: list[Parameter] | None = None
+        self._unfilled: tuple[Any, dict] = None, {}  # zeros that are shown, by parameter, and whose
         self.flushed = FlushWatch()  # whether float16 loses many
 
     def _become(self, **changes):
@@ -139,7 +140,7 @@ def begin(
         if self.iteration.stage is not Stage.ACCUMULATING:
             self.materialize()
         self.multiply(scale, self.iteration.scale)
-    left_out = self._without_zeros()
+    left_out = self._take_zeros_away()
     self.half_params = half_params
     self.masters.keep_half_grads(half_params or [])
     for p in half_params or ():
@@ -236,7 +237,7 @@ def are_unscaled(
 @patch
 def materialize(self: GradStore) -> None:
     "Make true what was left for the step: code looks at it. Nothing is exchanged."
-    it = self.iteration
+    it, self._unfilled = self.iteration, (None, {})  # what is shown stays, as other gradients do
     if it.left_out:
         self.fill_zeros(is_seen=True)
     for bucket, grads in it.deferred:
@@ -253,8 +254,8 @@ def fill_zeros(
     is_seen: bool = False,  # by others: then in the masters' dtype
 ) -> None:
     "Zeros for parameters for which the backward pass has found no gradient."
-    for p in self.iteration.left_out:
-        if p.grad is None:
+    for p, shown in self.iteration.left_out.items():
+        if p.grad is None and shown is None:  # else others have put None in its place
             dtype = self.masters.master[p].dtype if is_seen else p.grad_dtype or p.dtype
             p.grad = torch.zeros_like(p, dtype=dtype)
     self._become(left_out={})
@@ -321,36 +322,44 @@ def zero_grad(
 @patch
 def _leave_out_large(self: GradStore, lent):
     "Unfilled zeros for large gradients: new ones cost less than to fill and to add to old ones."
-    large, before = [p for u in lent.large for p in u.params], self.iteration.left_out
-    to_zero = [p for p in large if p.grad is not None or p in before]  # of a second call
-    self._become(left_out=dict.fromkeys(to_zero))  # first, should an interrupt come
-    for p in to_zero:
-        p.grad = None
-    self.masters.keep_half_grads([])  # zeros are shown in the masters' dtype
-    left_out = {p: _unfilled_zeros(p, self.masters.master[p].dtype) for p in to_zero}
-    for p, zeros in left_out.items():
-        p.grad = zeros
+    if self._unfilled[0] is not lent:
+        self._unfilled = lent, _unfilled_zeros(lent.large, self.masters.master)
+    zeros, before = self._unfilled[1], self.iteration.left_out
+    is_zeroed = {p: p.grad is not None or before.get(p, p) is None for p in zeros}
+    left_out = {p: zeros[p] for p in zeros if is_zeroed[p]}
+    self._become(left_out=dict.fromkeys(left_out))  # first, should an interrupt come
+    for p, shown in left_out.items():
+        p.grad = shown
     ids = set(map(id, lent.large))
     self._zero_buckets([u for u in lent.buckets if id(u) not in ids], lent.others)
     return left_out
 
 
-def _unfilled_zeros(p, dtype):
-    "Zeros that the system fills where and when they are read; None where it has no such."
-    if p.device.type != "cpu" or not p.numel():
-        return None
-    memory = mmap(-1, p.numel() * dtype.itemsize, access=ACCESS_COPY)  # no other process' either
-    zeros = torch.frombuffer(memory, dtype=dtype).view(p.shape)
-    return zeros.detach()  # others may call `detach_`, which views refuse
+def _unfilled_zeros(buckets, masters):
+    "Zeros that the system fills where and when they are read; None on a device that has no such."
+    zeros: dict[Parameter, Tensor | None] = {}
+    for u in buckets:
+        zeros |= dict.fromkeys(u.params)
+        if u.master.device.type == "cpu":
+            sizes, dtype = [p.numel() for p in u.params], masters[u.params[0]].dtype
+            memory = mmap(-1, sum(sizes) * dtype.itemsize, access=ACCESS_COPY)  # this process'
+            parts = torch.frombuffer(memory, dtype=dtype).split(sizes)
+            for p, part in zip(u.params, parts, strict=True):
+                zeros[p] = part.view(p.shape).detach()  # may be called `detach_`, unlike a view
+    return zeros
 
 
 @patch
-def _without_zeros(self: GradStore):
-    "Take unfilled zeros away: a gradient is not added to them. What came in their place stays."
+def _take_zeros_away(self: GradStore):
+    "Have no gradient added to unfilled zeros; what was written there, or put there, stays."
+    shown = self.iteration.left_out
+    is_written = any(zeros is not None and zeros._version for zeros in shown.values())
+    if is_written:  # they are gradients now, like others
+        self._unfilled = None, {}
     left_out = {
         p: None
-        for p, zeros in self.iteration.left_out.items()
-        if p.grad is zeros and not (zeros is not None and zeros._version)  # as it was made
+        for p, zeros in shown.items()
+        if p.grad is zeros and (zeros is None or not zeros._version)
     }
     for p in left_out:
         p.grad = None

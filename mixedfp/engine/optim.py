@@ -194,6 +194,7 @@ def reclaim(self: OptimizerOnMasters) -> Any:  # the optimizer
             self.one_pass.undo_counts()
         self.exchange.reclaim()
         self.watch.pause()
+        self._single_use = None  # it knows what was lent, and would keep it
     return self.opt
 
 
