@@ -92,6 +92,20 @@ def _check_inside(optimizer, model):
             f"{outside[0]} of the optimizer belongs to no module of the {type(model).__name__}: "
             "give the module that holds all its parameters, such as nn.ModuleList([a, b])"
         )
+    check_has_weights(model)
+
+# %% ../nbs/07_optimizer.ipynb #645b5854
+def _masters_for(optimizer, model, flat, state_dtype):
+    "Those that the model has, or new ones."
+    masters = MasterParams.of(model)
+    if masters is None:
+        _check_half(optimizer)
+    if flat and (masters is None or state_dtype):
+        check_elementwise(optimizer, next(model.parameters()).device, state_dtype)
+    if masters is None:
+        return MasterParams(model, torch.float32, flat, any_grads=True)
+    _check_kind(masters, flat, masters.dtype, masters.cuts)
+    return masters
 
 
 def _check_half(optimizer):
@@ -102,19 +116,19 @@ def _check_half(optimizer):
         )
 
 
-def _half_dtype(model):
-    "The 16-bit type of most of the model's parameters; float32 where there is none."
-    floats = (p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize == 2)
-    [(dtype, _)] = Counter(floats).most_common(1) or [(torch.float32, 0)]
-    return dtype
-
-
 def _check_kind(masters, flat, dtype, cuts):
     if not masters.any_grads or (masters.flat, masters.dtype, masters.cuts) != (flat, dtype, cuts):
         raise ValueError(
             "the model has masters of another kind already: take them off first, with restore() "
             "of its MasterOptimizer or to_fp32() of its Learner"
         )
+
+
+def _half_dtype(model):
+    "The 16-bit type of most of the model's parameters; float32 where there is none."
+    floats = (p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize == 2)
+    [(dtype, _)] = Counter(floats).most_common(1) or [(torch.float32, 0)]
+    return dtype
 
 # %% ../nbs/07_optimizer.ipynb #c9028133
 class MasterOptimizer(Optimizer):
@@ -146,20 +160,12 @@ class MasterOptimizer(Optimizer):
         state_dtype: Mapping[str, torch.dtype] | None = None,
     ):
         _check_settings(flat_master=flat_master, stream=stream, compiled=compiled)
-        state_dtype = check_state_dtype(state_dtype, flat_master)
         check_flag("skip_nonfinite", skip_nonfinite, or_none=True)
+        state_dtype = check_state_dtype(state_dtype, flat_master)
         _check_fresh(optimizer)
         model = LooseParams(optimizer) if model is None else model
         _check_inside(optimizer, model)
-        check_has_weights(model)
-        masters = MasterParams.of(model)
-        if masters is None:
-            _check_half(optimizer)
-        if flat_master and (masters is None or state_dtype):
-            check_elementwise(optimizer, next(model.parameters()).device, state_dtype)
-        if masters is None:
-            masters = MasterParams(model, torch.float32, flat_master, any_grads=True)
-        _check_kind(masters, flat_master, masters.dtype, masters.cuts)
+        masters = _masters_for(optimizer, model, flat_master, state_dtype)
         if not isinstance(model, LooseParams):
             install_forward(model, _half_dtype(model))
         state = dict(optimizer=optimizer, masters=masters, stream=stream, compiled=compiled)
