@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import NoReturn, TextIO
 
 import fastai
@@ -127,17 +128,18 @@ def bytes_per_parameter(
 
 # %% ../nbs/21_compare.ipynb #74f2ab8d
 class PeakMemory:
-    """Measure in a `with` block the most memory held above what was held before.
+    """Measure in a `with` block the most memory allocated above what was allocated before.
 
-    `bytes` is that after the block: an int, or None where it cannot be known (no Linux, no rights,
-    a device without a counter).
+    `bytes` is that after the block: an int, or None where it cannot be known (a C library or a
+    device without a counter).
     """
 
     def __init__(
         self,
         device: str | torch.device = "cpu",  # where the tensors will be
+        every: float = 0.02,  # s from one look at a CPU's to the next; a look takes up to 1 ms
     ):
-        self.device = torch.device(device)
+        self.device, self.every = torch.device(device), every
         self.bytes: int | None = None
 
     def __enter__(self) -> "PeakMemory":
@@ -158,28 +160,45 @@ class PeakMemory:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
             return torch.cuda.memory_allocated(self.device)
-        if self.device.type != "cpu":
-            return None
-        try:
-            ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what the last run left behind
-            Path("/proc/self/clear_refs").write_text("5")  # 5: reset the peak; see man 5 proc
-            return _status_bytes("VmRSS")
-        except (OSError, AttributeError):
-            return None
+        now = _allocated() if self.device.type == "cpu" else None
+        if now is not None:
+            self.most, self.ended = now, Event()
+            self.looks = Thread(target=self._look, daemon=True)
+            self.looks.start()
+        return now
+
+    def _look(self) -> None:
+        """Note the most that was seen, until the block ends."""
+        while not self.ended.wait(self.every):
+            self.most = max(self.most, _allocated() or 0)
 
     def _peak(self) -> int:
         """Return the most that was held since `_reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return _status_bytes("VmHWM")
+        self.ended.set()
+        self.looks.join()
+        return max(self.most, _allocated() or 0)
 
 
-def _status_bytes(key: str) -> int:
-    """Read a size in `/proc/self/status`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024  # the file says kB and means KiB
-    raise OSError(f"/proc/self/status has no {key}")
+class _HeapInfo(ctypes.Structure):
+    """`struct mallinfo2`, see man 3 mallinfo: bytes, and numbers of blocks."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+        "fordblks", "keepcost")]
+
+
+def _allocated() -> int | None:
+    """Return the bytes that this process has from `malloc`, None without glibc's counters."""
+    try:
+        ask = ctypes.CDLL("libc.so.6").mallinfo2
+    except (OSError, AttributeError):
+        return None
+    ask.restype = _HeapInfo
+    info = ask()
+    return info.uordblks + info.hblkhd  # small ones in heaps, large ones mapped by themselves
+
 
 # %% ../nbs/21_compare.ipynb #bf67402a
 @dataclass

@@ -43,7 +43,7 @@ from mixedfp.engine.torch_private import (
     unscales_by_itself,
 )
 from .formats import MixedPrecisionError
-from .nested import check_dtype, check_flag
+from .nested import check_dtype, check_flag, check_steps
 from .scaler import SkipCount, makes_states
 
 # %% ../nbs/07_optimizer.ipynb #ff3f269d
@@ -372,6 +372,18 @@ def nonfinite_names(self: MasterOptimizer) -> list[str]:
 def model_grads(self: MasterOptimizer) -> list[Tensor]:
     "The gradients that the model shows, also where the masters have not taken them yet."
     return [p.grad for p in self._params() if p.grad is not None]
+
+# %% ../nbs/07_optimizer.ipynb #24baac73
+@patch
+def expect_steps(
+    self: MasterOptimizer,
+    n_steps: int,  # from now on, > 0; of a resumed run those that are left
+) -> None:
+    """Be told how long the run is, to compile only what pays back (`compiled=None`, flat masters).
+
+    A copy is to be told again. Raises: ValueError.
+    """
+    self._on.expect_steps(check_steps("n_steps", n_steps) - 1)
 
 # %% ../nbs/07_optimizer.ipynb #e345318c
 class _States(defaultdict):

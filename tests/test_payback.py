@@ -112,6 +112,36 @@ def test_who_has_decided_is_not_counted(pays_soon, kwargs, ways, caplog):
     assert not said(caplog)
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "n_steps, first",
+    [
+        (1, None),
+        (N_STEPS - 4, None),  # the first makes states; with it one counts, and two are left
+        (N_STEPS - 3, 2),  # three are left: as many as pay it back
+        (N_STEPS, 2),
+    ],
+)
+def test_a_loop_that_says_how_long_it_is_compiles_what_pays_back(pays_soon, n_steps, first):
+    """As a fit, which knows it: early, or not at all."""
+    model, opt = make()
+    opt.expect_steps(n_steps)
+    paths = train(model, opt, stop=n_steps)
+    assert paths == ["in chunks" if first is None or i < first else "compiled" for i in range(n_steps)]
+
+
+@needs_compiler
+def test_a_loop_that_goes_on_for_longer_than_it_said_counts_as_others(pays_soon):
+    """Nothing is known of what comes after the last step that was announced."""
+    model, opt = make()
+    opt.expect_steps(2)
+    assert train(model, opt) == WAYS
+    opt.expect_steps(3)  # compiled by now, and stays so
+    assert train(model, opt, stop=1) == ["compiled"]
+    with pytest.raises(ValueError, match="n_steps"):
+        opt.expect_steps(0)
+
+
 def test_without_a_compiler_chunks_go_on(pays_soon, monkeypatch, caplog):
     """And one line says why."""
     monkeypatch.setattr(torch, "compile", no_compiler)

@@ -408,8 +408,7 @@ def _count(self: OnePass, buckets, plans):
         if _is_half(u) and not plan.makes_vectors()
     ]
     work = sum(_work(u, plan) for u, plan in pairs if self.paths[u.master] == "in chunks")
-    if pairs:
-        self.payback.count(work, pairs[0][0].master.device.type)
+    self.payback.count(work, buckets[0].master.device.type)
 
 
 @patch

@@ -47,7 +47,7 @@ class Payback:
     def __init__(self):
         self.chunked = 0  # operations on elements, done in chunks
         self.is_compiled = False
-        self.n_left: int | None = None  # steps to come after the one that is counted, if known
+        self.n_left: int | None = None  # steps to come after the next one, if known
 
     def count(
         self,
@@ -57,6 +57,8 @@ class Payback:
         "Count a step, and decide on the next."
         self.chunked += work
         self.is_compiled = self.is_compiled or self._pays(work, break_even(device_type))
+        if self.n_left is not None:  # beyond the last one it is not known any more
+            self.n_left = self.n_left - 1 if self.n_left else None
 
     def _pays(self, work, enough):
         if self.n_left is None:
