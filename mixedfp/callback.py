@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .cast import as_patterns
 from .engine.torch_private import at_end_of_backward, forward_hooks, remove_hooks
 from .formats import MixedPrecisionError
+from .memory_format import MemoryFormatReport
+from .memory_format import memory_format_report as formats_of
 from .nested import check_flag, check_positive, check_steps, notice_once
 from .overflow import NOT_AGAIN, Overflow, apply_cure, random_state
 from .overflow import find_overflow as find_in_batch
@@ -781,14 +784,36 @@ def precision_report(
             probe = _make_opt(self)
     settings: dict[str, Any] = dict(opt=probe, training=True) | kwargs
 
-    def loss_func(pred, targets):
-        is_one = (
-            isinstance(pred, tuple) and len(targets) == 1
-        )  # a language model's, with its states
-        return self.loss_func(pred[0] if is_one else pred, *targets)
-
     model: Any = self.model
-    return report_of(model, _some_batches(self, n_batches), loss_func, dtype, **settings)
+    return report_of(model, _some_batches(self, n_batches), _loss_of(self), dtype, **settings)
+
+
+def _loss_of(learn):
+    "The Learner's loss function, of the tuple of targets; of a language model's outputs the first."
+
+    def loss_func(pred, targets):
+        is_one = isinstance(pred, tuple) and len(targets) == 1
+        return learn.loss_func(pred[0] if is_one else pred, *targets)
+
+    return loss_func
+
+# %% ../nbs/10_callback.ipynb #a29976d5
+@patch
+def memory_format_report(
+    self: Learner,
+    dtype: torch.dtype | None = None,  # default: what the Learner trains in
+    **kwargs,  # as in `mixedfp.memory_format.memory_format_report`
+) -> MemoryFormatReport:
+    "Say whether `channels_last` is faster for a batch of training; nothing is changed."
+    cb = vars(self).get("mp_cb")
+    if cb is not None and dtype in (None, cb.mixed.dtype):
+        dtype = cb.mixed.dtype
+        kwargs = dict(keep_fp32=cb.mixed.keep_fp32, native=cb.mixed.native) | kwargs
+    model: Any = self.model
+    [batch] = _some_batches(self, 1)
+    found = formats_of(model, batch, _loss_of(self), dtype, **kwargs)
+    # without a precision of ours it would put fastai's on the Learner
+    return replace(found, set_by=f"learn.to_channelslast({'' if cb else 'use_amp=False'})")
 
 # %% ../nbs/10_callback.ipynb #1b70418a
 class GradNorm(Callback):

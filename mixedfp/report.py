@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['INPUTS', 'WINDOW_LOSS', 'MIN_OWN_SNR', 'MAX_LOST_ENERGY', 'MAX_LOST_UPDATES', 'HEADROOM', 'MANY_LAYERS',
-           'exponent_counts', 'watch_calls', 'floats', 'ModuleNumbers', 'PrecisionReport', 'precision_report',
-           'plot_exponents', 'plot_snr', 'plot_windows', 'plot_loss_scale']
+           'exponent_counts', 'watch_calls', 'floats', 'copy_in_float32', 'split_batch', 'ModuleNumbers',
+           'PrecisionReport', 'precision_report', 'plot_exponents', 'plot_snr', 'plot_windows', 'plot_loss_scale']
 
 # %% ../nbs/11_report.ipynb #c08a7d4b
 import copy
@@ -389,7 +389,10 @@ def _like(t, truth):
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
-def _copy_in_float32(model, training):
+def copy_in_float32(
+    model: nn.Module,  # in 16 or in 32 bits
+    training: bool | None,  # the mode of the copy; None: that of the model
+) -> nn.Module:
     "A plain copy in 32 bits; without dropout, whose masks are no error of 16 bits."
     twin = model2float(copy.deepcopy(model, _without_graphs(model)))
     if training is not None:
@@ -420,7 +423,7 @@ class _Twins:
     "A model's copies in 32 and in 16 bits."
 
     def __init__(self, model, settings, training):
-        self.full = _copy_in_float32(model, training)
+        self.full = copy_in_float32(model, training)
         self.half = copy.deepcopy(self.full, _without_graphs(self.full))
         self.is_measured = lambda: None  # called at the beginning of a forward pass
         begin_with(lambda: self.is_measured(), self.half)
@@ -437,8 +440,10 @@ class _Twins:
         self.grads = {}  # of the float32 copy, summed over batches
 
 # %% ../nbs/11_report.ipynb #3d9310b2
-def _split(batch):
-    "Inputs and targets of a batch, as arguments of the model and of the loss."
+def split_batch(
+    batch: Any,  # `(x, ..., y)`, `((x, ...), y)`, or a dict of keyword arguments
+) -> tuple[tuple, dict, tuple]:  # the model's arguments, its keywords, the loss function's targets
+    "Inputs and targets of a batch, as arguments of the model and of the loss. Raises: TypeError."
     if isinstance(batch, Mapping):
         return (), dict(batch), (batch,)
     if isinstance(batch, tuple | list) and len(batch) > 1:
@@ -454,7 +459,7 @@ def _split(batch):
 
 def _run(twins, model, batch, loss_func, watch, scale=None):
     "A forward pass, and a backward pass where there is a scale; returns the loss."
-    args, kwargs, targets = _split(batch)
+    args, kwargs, targets = split_batch(batch)
     with same_random_state(twins.device), torch.enable_grad():
         with watch_calls(model, watch.before, watch.after):
             out = model(*args, **kwargs)
@@ -937,7 +942,7 @@ def precision_report(
 # %% ../nbs/11_report.ipynb #fe32ccd6
 def _note_columns(tape, batch):
     "Which columns of a table are beyond float16's range."
-    args, kwargs, _ = _split(batch)
+    args, kwargs, _ = split_batch(batch)
     for t in floats((args, kwargs)):
         if t.ndim == 2:
             tape.add((_plain(t).abs() > 65504).any(0), INPUTS, "columns")

@@ -5,7 +5,8 @@
     3 engine    mixedfp.engine, in the order of ENGINE   how it is made exact and fast
     4 the step  step, overflow                   the way of one batch; where its inf came from
     5 trainers  optimizer, sharded_masters, callback ‖ skorch, checkpoint   loops, fastai, skorch
-    6 tools     report, command, examples, compare, all    data, the command, what users import
+    6 tools     report, memory_format, command, examples, compare, all     what the numbers did;
+                what is faster; data, the command, what users import
 
 `engine.torch_private` knows nothing of ours: every floor may use it, the first one too.
 What is above the step imports the engine only through `step`, `optimizer` and `sharded_masters`.
@@ -44,8 +45,9 @@ BELOW["step"] = NUMBERS | IDEAS | set(ENGINE)
 BELOW["optimizer"] = BELOW["overflow"] = BELOW["step"] | {"step"}
 BELOW["sharded_masters"] = BELOW["optimizer"] | {"optimizer"}
 BELOW["report"] = BELOW["optimizer"] | {"optimizer"}
+BELOW["memory_format"] = BELOW["report"] | {"report"}
 CORE = set(BELOW)
-UP_TO_STEP = NUMBERS | IDEAS | {"step", "overflow", "optimizer", "report"}
+UP_TO_STEP = NUMBERS | IDEAS | {"step", "overflow", "optimizer", "report", "memory_format"}
 BELOW["callback"] = BELOW["skorch"] = UP_TO_STEP
 BELOW["checkpoint"] = UP_TO_STEP | {"callback"}
 BELOW["examples"] = UP_TO_STEP | {"callback", "skorch", "checkpoint"}
