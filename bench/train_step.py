@@ -9,7 +9,8 @@ On a CPU each way has a process of its own: in a shared one a way finds the memo
 it, and page faults alone made the same step 20 % slower or faster. The ways take turns, so that a
 machine that is busy for a while is busy for all of them; a ratio is the median over turns of
 float32's time by the way's: above 1 is faster. Memory is the peak in the first two steps above what
-was held before the model was made: resident memory on a CPU, the allocator's counter on CUDA.
+was held before the model was made: what the C library has given out on a CPU, PyTorch's allocator on
+CUDA.
 `first` is what the first three steps take beyond three later ones; a compiled way starts with an
 empty cache of the compiler. `payback` is the number of steps after which a way has caught up with
 the one that has masters for each parameter; 0: at once, never: it is not faster. Batches are
@@ -479,7 +480,8 @@ def start(args: argparse.Namespace, model: str, name: str) -> dict:
         seconds(run, batch, 2, args)
         del run, batch
         gc.collect()
-    with tempfile.TemporaryDirectory() as folder, PeakMemory(args.device) as peak:
+    peak = PeakMemory(args.device, every=0.002)  # there are two steps only to look at
+    with tempfile.TemporaryDirectory() as folder, peak:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         RUNS[name] = run, batch = make_run(get_task(args, model), way, args)
         firsts = [seconds(run, batch, 1, args) for _ in range(2)]

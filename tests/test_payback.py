@@ -193,9 +193,9 @@ def pays_in_the_second_epoch(monkeypatch):
 
 
 def test_what_is_to_come_has_to_pay_it_back_too(pays_in_the_second_epoch):
-    """After a tenth of the way: 21 steps that are left are too few, 25 are not."""
-    assert not counted(fit(7).opt)["is_compiled"]
-    assert counted(fit(8).opt)["is_compiled"]
+    """After a twentieth of the way: 20 steps that are left are too few, 24 are not."""
+    assert not counted(fit(6).opt)["is_compiled"]
+    assert counted(fit(7).opt)["is_compiled"]
 
 
 @pytest.mark.parametrize("n_done", [1, 2])

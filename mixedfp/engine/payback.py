@@ -64,7 +64,7 @@ class Payback:
         if self.n_left is None:
             return self.chunked >= enough
         to_come = self.n_left * work
-        wait = 0.09 * (enough + self.chunked + to_come)
+        wait = 0.05 * (enough + self.chunked + to_come)
         return to_come >= enough and self.chunked >= min(enough, wait)
 
     def state_dict(self) -> dict[str, Any]:
