@@ -9,8 +9,7 @@ On a CPU each way has a process of its own: in a shared one a way finds the memo
 it, and page faults alone made the same step 20 % slower or faster. The ways take turns, so that a
 machine that is busy for a while is busy for all of them; a ratio is the median over turns of
 float32's time by the way's: above 1 is faster. Memory is the peak in the first two steps above what
-was held before the model was made: what the C library has given out on a CPU, PyTorch's allocator on
-CUDA.
+was held before the model was made, as the C library counts on a CPU and PyTorch on CUDA.
 `first` is what the first three steps take beyond three later ones; a compiled way starts with an
 empty cache of the compiler. `payback` is the number of steps after which a way has caught up with
 the one that has masters for each parameter; 0: at once, never: it is not faster. Batches are

@@ -64,10 +64,11 @@ class MemoryFormatReport:
             return f"channels_last: not for this model in {self.dtype}. {self.problem}"
         said = (
             f"channels_last: {self.speed:.2f} times as fast in {self.dtype} (median of "
-            f"{len(self.contiguous)} turns, {1e3 * median(self.contiguous):.3g} and "
-            f"{1e3 * median(self.channels_last):.3g} ms for a forward and a backward pass)"
+            f"{len(self.contiguous)} turns; as it is, a forward and a backward pass take "
+            f"{1e3 * median(self.contiguous):.3g} ms)"
         )
-        return f"{said}\n  {self.line or 'not worth a line: stay as you are'}"
+        why_not = "not worth a line" if self.speed < ENOUGH else "the turns disagree (try more)"
+        return f"{said}\n  {self.line or why_not + ': stay as you are'}"
 
 # %% ../nbs/11b_memory_format.ipynb #71169395
 def _twin(full, dtype, settings):
@@ -133,7 +134,8 @@ def memory_format_report(
     if not math.isclose(other, loss, rel_tol=1e-3, abs_tol=1e-6):
         problem = f"In float32 its loss is {other:.4g} there and {loss:.4g} as it is"
         return MemoryFormatReport(dtype, problem=problem)
-    return MemoryFormatReport(dtype, *map(tuple, zip(*turns[1:], strict=True)))
+    contiguous, channels_last = zip(*turns[1:], strict=True)
+    return MemoryFormatReport(dtype, contiguous, channels_last)
 
 
 def _as_trained(model, dtype, keep_fp32):

@@ -14,7 +14,8 @@ from notebooks import ROOT
 PACKAGE = "mixedfp"
 # what is public of a module; None: all that it exports
 PUBLIC: dict[str, str | None] = dict.fromkeys(
-    "all callback checkpoint command compare examples formats memory_format report skorch testing".split()
+    """all callback checkpoint command compare examples formats memory_format report skorch
+    testing""".split()
 )
 PUBLIC |= {
     "cast": "bn2float model2float model2half to_float to_half",
