@@ -326,6 +326,7 @@ class MixedPrecisionMixin:
     """
 
     batch_: MixedBatch | None = None  # while there is one
+    _epochs_left: int | None = None  # of a fit, while there is one
 
     def __init__(
         self,
@@ -515,6 +516,8 @@ def run_single_epoch(
         with self._mixed(training):
             return step_fn(batch, **kwargs)
 
+    if training:
+        self._expect_steps(iterator)
     own = super(MixedPrecisionMixin, self).run_single_epoch
     own(iterator, training, prefix, mixed_step, **fit_params)
 
@@ -572,6 +575,33 @@ def notify(self: MixedPrecisionMixin, method_name: str, **cb_kwargs) -> None:
     if method_name == "on_grad_computed" and self.batch_ is not None:
         self.batch_.unscale()
     super(MixedPrecisionMixin, self).notify(method_name, **cb_kwargs)
+
+# %% ../nbs/12_skorch.ipynb #900fdf04
+@patch
+def fit_loop(
+    self: MixedPrecisionMixin, X, y=None, epochs=None, **fit_params
+) -> "MixedPrecisionMixin":
+    """Train for `epochs`, or `max_epochs`."""
+    self._epochs_left = self.max_epochs if epochs is None else epochs
+    try:
+        return super(MixedPrecisionMixin, self).fit_loop(X, y, epochs, **fit_params)
+    finally:
+        self._epochs_left = None
+
+
+@patch
+def _expect_steps(self: MixedPrecisionMixin, iterator):
+    "Tell masters how many steps are left, as far as that is known."
+    if not self._epochs_left:  # an epoch alone, by hand
+        return
+    try:
+        n_steps = self._epochs_left * len(iterator)
+    except TypeError:  # of a stream
+        n_steps = 0
+    for optimizer in self._get_optimizers():
+        if n_steps and isinstance(optimizer, MasterOptimizer):
+            optimizer.expect_steps(n_steps)
+    self._epochs_left -= 1
 
 # %% ../nbs/12_skorch.ipynb #68d0f8d0
 _OWN = """amp_enabled amp_dtype amp_mode flat_master grad_scaler keep_fp32

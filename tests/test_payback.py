@@ -198,6 +198,42 @@ def test_what_is_to_come_has_to_pay_it_back_too(pays_in_the_second_epoch):
     assert counted(fit(7).opt)["is_compiled"]
 
 
+class Stream(torch.utils.data.DataLoader):
+    """Batches of which nobody knows how many there are."""
+
+    def __len__(self):
+        raise TypeError("a stream")
+
+
+@pytest.mark.parametrize(
+    "loader, n_epochs, compiles",
+    [
+        (torch.utils.data.DataLoader, 6, False),  # of 24 steps less than 24 are to come
+        (torch.utils.data.DataLoader, 7, True),
+        (Stream, 5, False),
+        (Stream, 6, True),
+    ],
+)
+def test_a_net_of_skorch_knows_how_many_steps_are_to_come(monkeypatch, loader, n_epochs, compiles):
+    """Compiling costs 24 steps, and there are four in an epoch; of a stream those done count."""
+    skorch = pytest.importorskip("skorch")
+    from mixedfp.skorch import MixedPrecisionMixin  # skorch is an extra
+
+    class Net(MixedPrecisionMixin, skorch.NeuralNetRegressor):
+        pass
+
+    def train(n_epochs):
+        settings = dict(amp_enabled=True, amp_dtype="bf16", amp_mode="master", flat_master=True)
+        settings |= dict(batch_size=8, train_split=None, verbose=0, iterator_train=loader)
+        net = Net(nn.Linear(4, 3, bias=False), max_epochs=n_epochs, **settings)
+        return net.fit(torch.ones(32, 4), torch.ones(32, 3)).optimizer_
+
+    inside.everything_is_large(monkeypatch)
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    inside.pays_after(monkeypatch, 6 * counted(train(1))["chunked"])
+    assert counted(train(n_epochs))["is_compiled"] == compiles
+
+
 @pytest.mark.parametrize("n_done", [1, 2])
 def test_a_resumed_fit_knows_as_much(pays_in_the_second_epoch, n_done, tmp_path):
     """Killed before the change, or after it."""
