@@ -153,18 +153,38 @@ def run_nbdev(paths: list[Path], args: argparse.Namespace, *options: str) -> lis
     return [str(path) in ended and path.name not in failed for path in paths]
 
 
+def run_parts(args: argparse.Namespace) -> list[bool]:
+    """Run all notebooks with `nbdev_test`, and give for each whether it passed.
+
+    It runs them by name, so the lessons, which train models, would come last, and the longest of
+    them alone. They are a part of their own, beside the others.
+    """
+    is_lesson = {path: "tutorials" in path.parts for path in all_notebooks()}
+    lessons = [path for path in is_lesson if is_lesson[path]]
+    index = [path for path in is_lesson if path.parent == ROOT]
+    others = [path for path in is_lesson if path not in {*lessons, *index}]
+    n = str(max(1, args.workers // 2))  # of each part
+
+    def run_others() -> list[bool]:
+        found = run_nbdev(others, args, "--n_workers", n, "--skip_folder_re", "^[_.]|^tutorials$")
+        return found + [run_nbdev([path], args, "--path", str(path))[0] for path in index]
+
+    with ThreadPoolExecutor(min(2, args.workers)) as pool:
+        of_lessons = pool.submit(
+            run_nbdev, lessons, args, "--n_workers", n, "--path", str(ROOT / "nbs" / "tutorials")
+        )
+        of_others = pool.submit(run_others)
+    found = [*of_lessons.result(), *of_others.result()]
+    for path, passed in zip([*lessons, *others, *index], found, strict=True):
+        if not passed:
+            print(f"FAILED {path.relative_to(ROOT)}")
+    return found
+
+
 def run_all(paths: list[Path], args: argparse.Namespace) -> list[bool]:
     """Run the notebooks at `paths` and give for each whether it passed."""
     if args.nbdev:
-        index = [path for path in all_notebooks() if path.parent == ROOT]
-        others = [path for path in all_notebooks() if path.parent != ROOT]
-        found = run_nbdev(others, args, "--n_workers", str(args.workers))
-        for path in index:
-            found += run_nbdev([path], args, "--path", str(path))
-        for path, passed in zip([*others, *index], found, strict=True):
-            if not passed:
-                print(f"FAILED {path.relative_to(ROOT)}")
-        return found
+        return run_parts(args)
     paths = [path.resolve() for path in paths] or all_notebooks()
     # lessons train models: begin with them, so that no worker waits long for the last
     paths.sort(key=lambda path: "tutorials" not in path.parts)
