@@ -10,13 +10,12 @@ and `update` take, the check of the gradients and the copy to the model with it.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
-from master_step import about
+from master_step import write_rows
 from torch import nn
 
 from mixedfp.optimizer import with_masters
@@ -127,8 +126,7 @@ def main() -> None:
             rows += compare(n_params, optimizer, n_turns)
             print(*rows[-len(WAYS) :], sep="\n", flush=True)
     if args.out is not None:
-        here = about() | {"instructions": torch.backends.cpu.get_cpu_capability()}
-        args.out.write_text(json.dumps({"about": here, "rows": rows}, indent=1) + "\n")
+        write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -502,15 +502,21 @@ def main() -> None:
             rows += bench(shape, opt, dtype, args.ways, args.repeats)
             show(rows[-len(args.ways) :])
             if args.out:  # after each table: a long run may be broken off
-                whole = {"about": about(), "rows": rows}
-                args.out.write_text(json.dumps(whole, indent=1) + "\n")
+                write_rows(args.out, rows)
 
 
 def about() -> dict:
     """Say when and on what a table was measured."""
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else cpu_name()
     found = {"date": date.today().isoformat(), "device": name, "threads": torch.get_num_threads()}
+    if DEVICE == "cpu":
+        found["instructions"] = torch.backends.cpu.get_cpu_capability()
     return found | {"torch": torch.__version__, "python": platform.python_version()}
+
+
+def write_rows(path: Path, rows: list[dict], **other: str) -> None:
+    """Write `rows` to a JSON file, with when and on what they were measured; `other` adds to it."""
+    path.write_text(json.dumps({"about": about() | other, "rows": rows}, indent=1) + "\n")
 
 
 def cpu_name() -> str:

@@ -21,7 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import torch
-from master_step import about
+from master_step import write_rows
 from torch import nn
 
 from mixedfp.optimizer import with_masters
@@ -78,8 +78,7 @@ def main() -> None:
         rows += [row | {"over better": round(row["seconds"] / better, 3)} for row in found]
         print(*rows[-len(WAYS) :], sep="\n", flush=True)
     if args.out is not None:
-        here = about() | {"instructions": torch.backends.cpu.get_cpu_capability()}
-        args.out.write_text(json.dumps({"about": here, "rows": rows}, indent=1) + "\n")
+        write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ parameter, and so many microseconds a tensor on top.
 
 import argparse
 import gc
-import json
 from pathlib import Path
 from statistics import median
 
 import torch
-from master_step import DTYPES, WAYS, Run, about, n_bytes
+from master_step import DTYPES, WAYS, Run, n_bytes, write_rows
 
 NAMES = ["fastai, each", "fastai, flat", "fused", "ours, flat, torch's", "ours, compiled, torch's"]
 
@@ -59,7 +58,7 @@ def main() -> None:
             print("{way:26} {params:>11,} parameters in {tensors:>6,} tensors: {ms:9.2f} ms, "
                   "{bytes:.1f} bytes each".format(**rows[-1]), flush=True)  # fmt: skip
     if args.out:
-        args.out.write_text(json.dumps({"about": about(), "rows": rows}, indent=1) + "\n")
+        write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ by itself.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
-from master_step import about
+from master_step import write_rows
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,8 +91,7 @@ def main() -> None:
             f"({r['low']:.2f} to {r['high']:.2f})  {r['ratio']:5.2f} × ours"
         )
     if args.out:
-        here = about() | {"threads": "1 in each of 2 processes"}
-        args.out.write_text(json.dumps({"about": here, "rows": rows}, indent=1) + "\n")
+        write_rows(args.out, rows, threads="1 in each of 2 processes")
 
 
 if __name__ == "__main__":

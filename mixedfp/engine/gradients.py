@@ -320,6 +320,29 @@ def zero_grad(
 
 
 @patch
+def _zero_buckets(self: GradStore, buckets, others=()):
+    "Zero a bucket's gradient as one; gradients that are not taken yet are not in it."
+    to_zero = [p.grad for p in others if p.grad is not None]
+    for u in buckets:
+        grads = [p.grad for p in u.params]
+        if u.master.grad is not None:
+            to_zero.append(u.master.grad)
+        if u.master.grad is None or not u.has(grads):
+            to_zero += [g for g in grads if g is not None]
+    _zero_(to_zero)
+
+
+def _zero_(grads):
+    grads = [g.detach() for g in grads]  # of a backward pass with create_graph=True, too
+    dense = [g for g in grads if not g.is_sparse]
+    if dense:
+        zero_each_(dense)
+    for g in grads:
+        if g.is_sparse:
+            g.zero_()
+
+# %% ../../nbs/engine/16_gradients.ipynb #1cefe6a8
+@patch
 def _leave_out_large(self: GradStore, lent):
     "Unfilled zeros for large gradients: new ones cost less than to fill and to add to old ones."
     if self._unfilled[0] is not lent:
@@ -364,29 +387,6 @@ def _take_zeros_away(self: GradStore):
     for p in left_out:
         p.grad = None
     return left_out
-
-
-@patch
-def _zero_buckets(self: GradStore, buckets, others=()):
-    "Zero a bucket's gradient as one; gradients that are not taken yet are not in it."
-    to_zero = [p.grad for p in others if p.grad is not None]
-    for u in buckets:
-        grads = [p.grad for p in u.params]
-        if u.master.grad is not None:
-            to_zero.append(u.master.grad)
-        if u.master.grad is None or not u.has(grads):
-            to_zero += [g for g in grads if g is not None]
-    _zero_(to_zero)
-
-
-def _zero_(grads):
-    grads = [g.detach() for g in grads]  # of a backward pass with create_graph=True, too
-    dense = [g for g in grads if not g.is_sparse]
-    if dense:
-        zero_each_(dense)
-    for g in grads:
-        if g.is_sparse:
-            g.zero_()
 
 # %% ../../nbs/engine/16_gradients.ipynb #ef0c8259
 @patch
