@@ -28,19 +28,17 @@ WAYS = "fp32 autocast-bf16 fastai-bf16 fastai-fp16 bf16 bf16-flat learn-bf16-fla
 MODELS = "xresnet50 vit-b darknet xresnet18 awd-lstm tabular"
 # parts by name: the script, what it is asked for; the most telling ones first
 PARTS = {
-    "master step, resnet50": (MASTER, "--shapes resnet50"),
+    "master step": (MASTER, "--repeats 8"),
     **{
         f"whole steps, {m}": (TRAIN, f"--size large --fused --no-memory --models {m} --ways {WAYS}")
         for m in MODELS.split()
     },
-    "master step, awd_lstm": (MASTER, "--shapes awd_lstm"),
-    "master step, 2000 small": (MASTER, "--shapes 2000_small"),
 }
 SMALLEST = {
-    "master step, 2000 small": (MASTER, "--shapes 2000_small --opts sgd --dtypes bf16 --repeats 1"),
+    "master step": (MASTER, "--repeats 1"),
     "whole steps, tabular": (
         TRAIN,
-        "--size small --no-memory --models tabular --ways bf16 --repeats 1",
+        "--size small --no-memory --models tabular --ways fp32 bf16 --repeats 1",
     ),
 }
 
@@ -49,8 +47,7 @@ def run_part(script: str, options: str, device: str, seconds: float) -> tuple[di
     """Run a benchmark for at most so many seconds; return what it wrote, and what went wrong."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "part.json"
-        asked = [o.replace("_small", " small") for o in options.split()]
-        asked += ["--device", device] if script == TRAIN else []
+        asked = [*options.split(), "--device", device]
         command = [sys.executable, "-W", "ignore", str(HERE / script), *asked, "--out", str(out)]
         try:
             code = subprocess.run(command, timeout=seconds, stdout=subprocess.DEVNULL).returncode
@@ -97,7 +94,7 @@ def show(found: dict) -> None:
     """Print the tables in markdown: means over what was measured."""
     print(", ".join(f"{k} {v}" for k, v in found["about"].items()))
     rows = found["master_step"]
-    shapes = list(dict.fromkeys((r["shape"], r["opt"], r["dtype"]) for r in rows))
+    shapes = list(dict.fromkeys((r["size"], r["optimizer"]) for r in rows))
     print("\nThe master step, ms:\n")
     _table(["way", *map(", ".join, shapes)], [
         [way, *(_ms(rows, way, shape) for shape in shapes)]
@@ -119,9 +116,7 @@ def _table(head, rows):
 
 
 def _ms(rows, way, shape):
-    found = [
-        r["ms"] for r in rows if (r["way"], (r["shape"], r["opt"], r["dtype"])) == (way, shape)
-    ]
+    found = [r["ms"] for r in rows if (r["way"], (r["size"], r["optimizer"])) == (way, shape)]
     return f"{found[0]:.2f}" if found else ""
 
 

@@ -10,11 +10,9 @@ it, and page faults alone made the same step 20 % slower or faster. The ways tak
 machine that is busy for a while is busy for all of them; a ratio is the median over turns of
 float32's time by the way's: above 1 is faster. Memory is the peak in the first two steps above what
 was held before the model was made, as the C library counts on a CPU and PyTorch on CUDA.
-`first` is what the first three steps take beyond three later ones; a compiled way starts with an
-empty cache of the compiler. `payback` is the number of steps after which a way has caught up with
-the one that has masters for each parameter; 0: at once, never: it is not faster. Batches are
-random, made once. fabric-* (Lightning) and accelerate-* are left out where these packages are not
-installed. fastai's own ways do nothing on a CPU.
+`first` is what the first three steps take beyond three later ones. Batches are random, made once.
+fabric-* (Lightning) and accelerate-* are left out where these packages are not installed. fastai's
+own ways do nothing on a CPU.
 """
 
 import argparse
@@ -25,7 +23,6 @@ import math
 import os
 import platform
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -57,17 +54,17 @@ from torch.profiler import ProfilerActivity, profile
 import mixedfp.callback  # noqa: F401  gives `Learner` its methods
 from mixedfp.compare import PeakMemory
 from mixedfp.examples import Darknet
+from mixedfp.nested import cast_floats
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from inside import cast_floats  # noqa: E402
 
 # what is trained
 
 
 class Block(nn.Module):
     """Attention and two linear layers, each with a norm before it and a skip around it."""
+
+    is_causal = False
 
     def __init__(self, d: int, n_heads: int):
         super().__init__()
@@ -84,8 +81,14 @@ class Block(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         """Let each patch look at all others."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
         return self.out(y.transpose(1, 2).flatten(2))
+
+
+class CausalBlock(Block):
+    """A block in which a word attends to those before it."""
+
+    is_causal = True
 
 
 class ViT(nn.Module):
@@ -115,6 +118,20 @@ class AwdLstm(nn.Module):
         """Compute the logits of each next word."""
         self.lm.reset()
         return self.lm(x)[0]
+
+
+class LM(nn.Module):
+    """A language model of 30 million parameters: blocks that look at earlier words."""
+
+    def __init__(self, n_words: int = 8000, d: int = 512, n_layers: int = 7):
+        super().__init__()
+        self.words = nn.Embedding(n_words, d)
+        self.blocks = nn.Sequential(*(CausalBlock(d, 8) for _ in range(n_layers)))
+        self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, n_words, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the logits of each next word."""
+        return self.head(self.blocks(self.words(x)))
 
 
 class Tabular(TabularModel):
@@ -167,6 +184,7 @@ TASKS = {
         "vit": Task(partial(ViT, 6, 192, 3, 32, 4), partial(pictures, 64, 32)),
         "tabular": Task(partial(Tabular, [512, 256]), partial(rows, 1024)),
         "awd-lstm": Task(partial(AwdLstm, 5000, **small_lstm), partial(words, 16, 64, 5000)),
+        "lm": Task(LM, partial(words, 4, 128, 8000)),
     },
     "large": {
         "darknet": Task(partial(Darknet, blocks, 10, nf=32), partial(pictures, 512, 64), True),
@@ -347,15 +365,13 @@ class Way:
     build: Callable[[nn.Module, argparse.Namespace], Loop | Fastai]
     channels_last: bool = False
     package: str = "torch"  # that it needs
-    compiles: bool = False  # in its first steps
     hardware: bool = False  # left out on a CPU: float16 is emulated there, 25 times slower
 
 
 f16, b16 = torch.float16, torch.bfloat16
 flat = {"flat_master": True}
-compiled = {"flat_master": True, "compiled": True}
-stream = {"flat_master": True, "stream": True}
 cut = {"store_param_remainders": True}
+half = {"half_grads": True}
 halves = {"state_dtype": {"grad_avg": b16}}  # fastai's name of the momentum
 WAYS = {
     "fp32": Way(plain),
@@ -371,9 +387,9 @@ WAYS = {
     "bf16": Way(partial(ours, b16, {})),
     "bf16-cl": Way(partial(ours, b16, {}), True),
     "bf16-flat": Way(partial(ours, b16, flat)),
-    "bf16-compiled": Way(partial(ours, b16, compiled), compiles=True),
-    "bf16-stream": Way(partial(ours, b16, stream)),
-    "bf16-stream-cl": Way(partial(ours, b16, stream), True),
+    "bf16-flat-cl": Way(partial(ours, b16, flat), True),
+    "bf16-remainders": Way(partial(ours, b16, flat | cut)),
+    "bf16-remainders-half": Way(partial(ours, b16, flat | cut | half)),
     "learn-fp32": Way(plain_fastai),
     "learn-autocast-bf16": Way(autocast_in_fastai),
     "learn-bf16": Way(partial(ours_in_fastai, "to_bf16", {})),
@@ -381,15 +397,15 @@ WAYS = {
     "learn-bf16-remainders": Way(partial(ours_in_fastai, "to_bf16", flat | cut)),
     "learn-bf16-states": Way(partial(ours_in_fastai, "to_bf16", flat | cut | halves)),
     "learn-bf16-flat-cl": Way(partial(ours_in_fastai, "to_bf16", flat), True),
-    "learn-bf16-compiled": Way(partial(ours_in_fastai, "to_bf16", compiled), compiles=True),
+    "learn-bf16-remainders-half": Way(partial(ours_in_fastai, "to_bf16", flat | cut | half)),
     "fp16": Way(partial(ours, f16, {})),
     "fp16-flat": Way(partial(ours, f16, flat)),
     "learn-fp16-flat": Way(partial(ours_in_fastai, "to_fp16", flat)),
 }
 MEANINGS = """-cl: channels_last. bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in
-one vector, -compiled: the update compiled from the first step on, -stream: gradients go to the
-vector while the backward pass runs. learn-*: the same by learn.to_bf16() and learn.to_fp16(), with
-fastai's optimizer; -remainders: store_param_remainders=True, -states: and the momentum in bfloat16;
+one vector. learn-*: the same by learn.to_bf16() and learn.to_fp16(), with
+fastai's optimizer; -remainders: store_param_remainders=True, -half: and half_grads=True, -states:
+and the momentum in bfloat16;
 learn-fp32 is a Learner in float32, learn-autocast-bf16 one under autocast.
 fabric-bf16-true has no masters: what small updates it loses is not in this table."""
 
@@ -474,18 +490,16 @@ def start(args: argparse.Namespace, model: str, name: str) -> dict:
     """Build a way and do its first steps: the most that it holds, and seconds of each step."""
     prepare(args)
     way = WAYS[name]
-    if not way.compiles:  # the compiler is a part of what its first steps cost
-        run, batch = make_run(TINY, way, args)
-        seconds(run, batch, 2, args)
-        del run, batch
-        gc.collect()
+    run, batch = make_run(TINY, way, args)
+    seconds(run, batch, 2, args)
+    del run, batch
+    gc.collect()
     peak = PeakMemory(args.device, every=0.002)  # there are two steps only to look at
-    with tempfile.TemporaryDirectory() as folder, peak:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    with peak:
         RUNS[name] = run, batch = make_run(get_task(args, model), way, args)
         firsts = [seconds(run, batch, 1, args) for _ in range(2)]
     firsts.append(seconds(run, batch, 1, args))
-    no_memory = args.no_memory or way.compiles or way.channels_last  # a layout costs no bytes
+    no_memory = args.no_memory or way.channels_last  # a layout costs no bytes
     held = None if no_memory else peak.bytes
     return {"bytes": held, "firsts": firsts, "samples": len(batch[1])}
 
@@ -546,8 +560,6 @@ def measure(args: argparse.Namespace, model: str, ways: list[str]) -> list[dict]
         line = {"model": model, "way": name, "bytes": found[name]["bytes"]}
         line |= summarize(own, times["fp32"], found[name]["samples"])
         lines[name] = line | {"first_ms": 1e3 * (sum(found[name]["firsts"]) - 3 * median(own))}
-    for name, line in lines.items():
-        line["payback"] = payback(line, lines.get(per_parameter(name)))
     say(f"{model}: measured", begin)
     return list(lines.values())
 
@@ -555,22 +567,6 @@ def measure(args: argparse.Namespace, model: str, ways: list[str]) -> list[dict]
 def say(what: str, begin: float) -> None:
     """Tell who waits how far it is."""
     print(f"{what}, {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-
-
-def per_parameter(way: str) -> str | None:
-    """Name the way with masters for each parameter that this one may catch up with."""
-    return next((o for o in ("bf16", "fp16", "learn-bf16") if way.startswith(o + "-")), None)
-
-
-def payback(line: dict, each: dict | None) -> int | str | None:
-    """Count the steps until a way has caught up with `each`, if it ever does."""
-    if each is None:
-        return None
-    behind = line["first_ms"] - each["first_ms"]
-    if behind < each["ms"]:  # less than a step: no waiting
-        return 0
-    gain = median(b - a for a, b in zip(line["turns_ms"], each["turns_ms"], strict=True))
-    return math.ceil(behind / gain) if gain > 0 else "never"
 
 
 def summarize(own: list[float], fp32: list[float], n_samples: int) -> dict:
@@ -591,8 +587,8 @@ def summarize(own: list[float], fp32: list[float], n_samples: int) -> dict:
 def show(lines: list[dict]) -> None:
     """Print a table a model, as markdown."""
     print("| model | way | ms a step | spread | samples a second | × fp32 | peak MB | of fp32's "
-          "| first, ms | payback, steps |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|")
+          "| first, ms |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|")
     base = {o["model"]: o["bytes"] for o in lines if o["way"] == "fp32"}
     for o in lines:
         memory = share = ""
@@ -601,7 +597,7 @@ def show(lines: list[dict]) -> None:
         print(
             f"| {o['model']} | {o['way']} | {o['ms']:.1f} | {o['spread']:.0%} "
             f"| {o['samples_per_second']:.0f} | {o['to_fp32']:.2f} | {memory} | {share} "
-            f"| {o['first_ms']:.0f} | {'' if o['payback'] is None else o['payback']} |"
+            f"| {o['first_ms']:.0f} |"
         )
 
 
