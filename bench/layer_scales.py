@@ -4,9 +4,9 @@
 
 Needs CIFAR-10 (see `mixedfp.examples.cifar10`). Two tasks: an ordinary network on CIFAR-10, and the
 network of lesson 3, built so that no single scale fits, on scikit-learn's digits. Each is trained
-in float32, in float16 with one dynamic loss scale, and with layer scales on top of that one. After
-training, one batch's gradients are compared with float32's for the same (16-bit) weights: flushed
-is what is zero here and not there.
+in float32, in float16 with one dynamic loss scale, and with layer scales on top of it. After
+training, one batch's gradients are compared with float32's for the same (16-bit) weights: a
+gradient is flushed if it is zero here and not there.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from mixedfp.layerwise import LayerwiseGradientScaler
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 
-WAYS = ["fp32", "one scale", "layer scales"]
+MODES = ["fp32", "one scale", "layer scales"]
 
 
 class Block(nn.Module):
@@ -61,7 +61,7 @@ class Head(nn.Module):
 
 
 class Digits:
-    """The network that needs layer scales, and Adam, which makes long steps of tiny gradients."""
+    """The network that needs layer scales, and Adam, which takes full steps on tiny gradients."""
 
     name, epochs, steps = "digits, built to need it", 10, 48  # an epoch
 
@@ -84,12 +84,12 @@ class Digits:
         return torch.optim.Adam(groups, lr=0.002, eps=1e-25)
 
     def train(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give the batches of an epoch."""
+        """Yield the batches of an epoch."""
         for i in torch.randperm(1536, generator=self.rng).split(32):
             yield self.x[i], self.y[i]
 
     def valid(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give what it is not trained with."""
+        """Yield the rest of the digits."""
         yield self.x[1536:], self.y[1536:]
 
 
@@ -110,72 +110,59 @@ class Cifar:
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
     def train(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give the batches of an epoch."""
+        """Yield the batches of an epoch."""
         for x, y in self.dls.train:
             yield x.as_subclass(Tensor), y.as_subclass(Tensor)
 
     def valid(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give the pictures of the test set."""
+        """Yield the pictures of the test set."""
         for x, y in self.dls.valid:
             yield x.as_subclass(Tensor), y.as_subclass(Tensor)
 
 
 class Run:
-    """A model, and what steps it: an iteration in three parts, the same in every way."""
+    """A model and its optimizer in one mode, and the loop's steps."""
 
-    def __init__(self, way: str, model: nn.Module, get_optimizer: Callable):
-        self.way, self.lw = way, None
-        self.dtype = torch.float32 if way == "fp32" else torch.float16
-        opt = get_optimizer(model)
-        self.model, self.opt = with_masters(model, opt, dtype=self.dtype)
+    def __init__(self, mode: str, model: nn.Module, get_optimizer: Callable):
+        dtype = torch.float32 if mode == "fp32" else torch.float16
+        self.model, self.opt = with_masters(model, get_optimizer(model), dtype=dtype)
+        self.layers = LayerwiseGradientScaler(model, auto=True) if mode == "layer scales" else None
         # it may grow early, so that one scale is as high as it can be
-        self.scaler = LossScaler("cpu", growth_interval=25, enabled=way != "fp32")
-        if way == "layer scales":
-            self.lw = LayerwiseGradientScaler(model, auto=True)
+        settings = {"growth_interval": 25, "enabled": mode != "fp32", "layers": self.layers}
+        self.scaler = LossScaler("cpu", **settings)
 
-    def backward(self, x: Tensor, y: Tensor) -> bool:  # whether all gradients are finite
+    def backward(self, x: Tensor, y: Tensor) -> None:
         """Compute the true gradients."""
-        if self.lw is not None:
-            self.lw.scale()
         self.opt.zero_grad()
-        loss = F.cross_entropy(self.model(x.to(self.dtype)).float(), y)
+        loss = F.cross_entropy(self.model(x), y)
         self.scaler.scale(loss).backward()
-        fit = self.lw is None or self.lw.unscale()
         self.scaler.unscale_(self.opt)
-        return fit and not self.scaler.found_nonfinite(self.opt)
 
-    def step(self, is_finite: bool) -> None:
-        """Step, unless a gradient has overflowed."""
-        if is_finite:
-            self.scaler.step(self.opt)
-        else:
-            self.opt.skip()
-        self.update()
-
-    def update(self) -> None:
-        """Let the scales follow."""
-        if self.lw is not None:
-            self.lw.update()
+    def step(self) -> None:
+        """Step unless a gradient has overflowed, and move the scales."""
+        self.scaler.step(self.opt)
         self.scaler.update()
 
     @torch.no_grad()
     def accuracy(self, batches: Iterator[tuple[Tensor, Tensor]]) -> float:  # percent
-        """Count what it gets right."""
+        """Return the share of correct predictions."""
         self.model.eval()
-        right = [self.model(x.to(self.dtype)).argmax(1) == y for x, y in batches]
+        right = [self.model(x).argmax(1) == y for x, y in batches]
         self.model.train()
         return 100 * torch.cat(right).float().mean().item()
 
 
 def flushed(run: Run, fresh: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Give the share that is zero here, of each weight's gradients that are not in float32."""
+    """Return, for each weight, the share of gradients that are zero here and not in float32."""
     truth = copy.deepcopy(fresh)
     with torch.no_grad():
         for p, q in zip(truth.parameters(), run.model.parameters(), strict=True):
             p.copy_(q)
     F.cross_entropy(truth(x), y).backward()
-    while not run.backward(x, y):
-        run.update()
+    run.backward(x, y)
+    while run.scaler.found_nonfinite(run.opt):
+        run.step()
+        run.backward(x, y)
     shares = {}
     both = zip(truth.named_parameters(), run.model.parameters(), strict=True)
     for (name, p), q in both:
@@ -185,34 +172,35 @@ def flushed(run: Run, fresh: nn.Module, x: Tensor, y: Tensor) -> dict[str, float
     return shares
 
 
-def train_one(task: type, way: str, seed: int) -> dict:
-    """Train once: accuracy, skips, scales, and what was flushed."""
+def train_one(task: type, mode: str, seed: int) -> dict:
+    """Train once: accuracy, skips, scales, and flushed gradients."""
     start = time.process_time()
     data = task(seed)
     torch.manual_seed(seed)
     fresh = data.model()
-    run = Run(way, copy.deepcopy(fresh), data.optimizer)
+    run = Run(mode, copy.deepcopy(fresh), data.optimizer)
     rate = OneCycleLR(run.opt, [g["lr"] for g in run.opt.param_groups], task.epochs * task.steps)
     for _ in range(task.epochs):
         for x, y in data.train():
-            run.step(run.backward(x, y))
+            run.backward(x, y)
+            run.step()
             rate.step()
     out = {"accuracy": run.accuracy(data.valid()), "cpu_seconds": time.process_time() - start}
-    if way == "fp32":
+    if mode == "fp32":
         return out | {"loss_scale": 1.0, "skipped": 0, "flushed": {}, "exponents": {}}
     out |= {"loss_scale": run.scaler.get_scale(), "skipped": run.scaler.n_skipped}
     out["flushed"] = flushed(run, fresh, *next(data.train()))
-    infos = [] if run.lw is None else run.lw.get_layer_info()
+    infos = [] if run.layers is None else run.layers.get_layer_info()
     scales = {info.layer_name: math.log2(info.scaling_factor) for info in infos}
     return out | {"exponents": {k: v for k, v in scales.items() if k in out["flushed"]}}
 
 
-def summarize(task: type, way: str, runs: list[dict]) -> dict:
-    """Put the seeds of one way together."""
+def summarize(task: type, mode: str, runs: list[dict]) -> dict:
+    """Put the seeds of one mode together."""
     accuracies = [r["accuracy"] for r in runs]
     return {
         "network": task.name,
-        "way": way,
+        "mode": mode,
         "accuracies": accuracies,
         "accuracy_mean": mean(accuracies),
         "accuracy_sd": stdev(accuracies) if len(runs) > 1 else float("nan"),
@@ -225,24 +213,24 @@ def summarize(task: type, way: str, runs: list[dict]) -> dict:
 
 
 def show(lines: list[dict]) -> None:
-    """Print the table, as markdown, and what it was for each layer."""
-    print("| network | way | accuracy, % | flushed, the worst layer | loss scale | skipped |")
+    """Print the table as markdown, and the numbers of each layer."""
+    print("| network | mode | accuracy, % | flushed, the worst layer | loss scale | skipped |")
     print("|---|---|---|---|---|---|")
     for o in lines:
         worst = f"{max(o['flushed'].values()):.2%}" if o["flushed"] else ""
         print(
-            f"| {o['network']} | {o['way']} | {o['accuracy_mean']:.1f} ± {o['accuracy_sd']:.1f} "
+            f"| {o['network']} | {o['mode']} | {o['accuracy_mean']:.1f} ± {o['accuracy_sd']:.1f} "
             f"| {worst} | {median(o['loss_scales']):g} | {sum(o['skipped'])} |"
         )
     for o in (o for o in lines if o["flushed"]):
-        print(f"\n{o['network']}, {o['way']}: {o['cpu_seconds']:.1f} CPU seconds a run")
+        print(f"\n{o['network']}, {o['mode']}: {o['cpu_seconds']:.1f} CPU seconds a run")
         for name, share in o["flushed"].items():
             scale = f", its scale 2**{o['exponents'][name]:g}" if o["exponents"] else ""
             print(f"  {name}: {share:.2%} flushed{scale}")
 
 
 def main() -> None:
-    """Run what is asked for, and write and print the table."""
+    """Run the benchmark, then write and print the table."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     p.add_argument("--threads", type=int, default=1)
@@ -251,9 +239,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     lines = []
     for task in (Cifar, Digits):
-        for way in WAYS:
-            runs = [train_one(task, way, seed) for seed in args.seeds]
-            lines.append(summarize(task, way, runs))
+        for mode in MODES:
+            runs = [train_one(task, mode, seed) for seed in args.seeds]
+            lines.append(summarize(task, mode, runs))
     about = {"torch": torch.__version__, "machine": platform.machine(), "seeds": args.seeds}
     whole = json.dumps({**about, "threads": args.threads, "results": lines}, indent=1)
     args.out.write_text(whole.replace("NaN", "null") + "\n")

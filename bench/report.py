@@ -1,11 +1,11 @@
-"""What a report costs, and a healthy step with all that watches it, in turns on a CPU.
+"""The cost of a report, and of a healthy step with all that watches it, repeated on a CPU.
 
     python bench/report.py --out bench/results/report.json    # 2 minutes on 2 cores
 
-A Darknet on batches of 64 random pictures of 32 x 32, in a Learner. `plain` trains with `to_fp16()`
-alone; `watched` with `heal=True`, the recorder's columns and the norm of the gradients before they
-are clipped; both are flat. `step` is the median time of a batch, `ratio` the median over turns of
-watched by plain. `report` and `find_overflow` are in steps of `plain`, for one batch.
+A Darknet on batches of 64 random pictures of 32 x 32, in a Learner with flat masters. `plain`
+trains with `to_fp16()` alone; `watched` with the recorder's columns and the norm of the gradients.
+`step` is the median time of a batch, `ratio` the median over repeats of watched by plain. `report`
+and `find_overflow` are in steps of `plain`, for one batch.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from mixedfp.examples import Darknet
 from mixedfp.overflow import find_overflow
 from mixedfp.report import precision_report
 
-WAYS = {"plain": {}, "watched": dict(heal=True)}
+MODES = {"plain": [], "watched": [PrecisionRecorder, GradNorm]}
 
 
 class Times(Callback):
@@ -49,15 +49,15 @@ class Times(Callback):
         self.taken.append(time.perf_counter() - self.began)
 
 
-def learner(batches: int, **settings) -> Learner:
+def learner(batches: int, watching: list) -> Learner:
     """Make a Learner in float16 that trains quietly."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64 * batches, 3, 32, 32), torch.arange(64 * batches) % 10)
     dls = DataLoaders(DataLoader(data, 64), DataLoader(data, 64))
-    cbs = [Times(), *([PrecisionRecorder(), GradNorm()] if settings else [])]
+    cbs = [Times(), *(cb() for cb in watching)]
     model = Darknet([1, 2, 2], num_classes=10, nf=16)
     learn = Learner(dls, model, nn.CrossEntropyLoss(), opt_func=Adam, lr=1e-3, cbs=cbs)
-    return learn.to_fp16(flat_master=True, **settings)
+    return learn.to_fp16(flat_master=True)
 
 
 def seconds(f, *args, **kwargs) -> float:
@@ -71,18 +71,18 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
-    learns = {way: learner(5, **settings) for way, settings in WAYS.items()}
-    turns = {way: [] for way in WAYS}
-    for turn in range(args.turns + 1):
-        for way, learn in learns.items():
+    learns = {mode: learner(5, watching) for mode, watching in MODES.items()}
+    times = {mode: [] for mode in MODES}
+    for repeat in range(args.repeats + 1):
+        for mode, learn in learns.items():
             learn.times.taken.clear()
             with learn.no_bar(), learn.no_logging():
                 learn.fit(1)
-            if turn:  # the first one warms up
-                turns[way].append(median(learn.times.taken[:5]))
-    plain = median(turns["plain"])
+            if repeat:  # the first one warms up
+                times[mode].append(median(learn.times.taken[:5]))
+    plain = median(times["plain"])
     model = Darknet([1, 2, 2], num_classes=10, nf=16)
     batch, loss = next(iter(learns["plain"].dls.train)), nn.CrossEntropyLoss()
     asked = {"report": (precision_report, [batch]), "find_overflow": (find_overflow, batch)}
@@ -91,10 +91,10 @@ def main() -> None:
         for name, (f, given) in asked.items()
     }
     about = dict(date=str(date.today()), torch=torch.__version__, machine=platform.machine())
-    pairs = zip(turns["watched"], turns["plain"], strict=True)
+    pairs = zip(times["watched"], times["plain"], strict=True)
     result = dict(
         about=about | dict(threads=torch.get_num_threads()),
-        step_ms={way: round(1e3 * median(times), 1) for way, times in turns.items()},
+        step_ms={mode: round(1e3 * median(ms), 1) for mode, ms in times.items()},
         ratio=round(median(a / b for a, b in pairs), 3),
         in_steps={name: round(x, 1) for name, x in found.items()},
     )

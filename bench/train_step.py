@@ -47,12 +47,12 @@ from fastai.tabular.model import TabularModel
 from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
 from fastai.text.models.core import get_language_model
 from fastai.vision.models.xresnet import xresnet18, xresnet50
+from peak_memory import PeakMemory
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import mixedfp.callback  # noqa: F401  gives `Learner` its methods
-from mixedfp.compare import PeakMemory
 from mixedfp.examples import Darknet
 from mixedfp.nested import cast_floats
 from mixedfp.optimizer import with_masters

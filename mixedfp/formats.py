@@ -23,7 +23,7 @@ class NumberFormat:
 
     @property
     def bias(self) -> int:
-        """What is subtracted from the stored exponent."""
+        """The number that is subtracted from the stored exponent."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
@@ -103,7 +103,7 @@ def ulp(
 # %% ../nbs/00_formats.ipynb #d87e06ad
 def is_lost(
     w: Tensor,  # any shape; float16, bfloat16, float32 or float64
-    update: Tensor,  # a shape that broadcasts to that of `w`; any floating dtype; what is added
+    update: Tensor,  # a shape that broadcasts to that of `w`; any floating dtype; added to `w`
 ) -> Tensor:  # shape of `w`; bool
     """Return where `update` changes nothing: `w + update` rounds back to `w` in the dtype of `w`.
 
@@ -121,4 +121,4 @@ def is_lost(
 
 # %% ../nbs/00_formats.ipynb #9cefb3c6
 class MixedPrecisionError(RuntimeError):
-    """Something that training in 16 bits cannot do; the message says what to do instead."""
+    """Training in 16 bits cannot do this; the message names an alternative."""

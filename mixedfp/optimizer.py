@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['with_masters', 'masters_of']
 
-# %% ../nbs/07_optimizer.ipynb #d05b44fa
+# %% ../nbs/07_optimizer.ipynb #9961bc2a
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,15 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .cast import Policy
-from .engine.buffers import BufferSnapshot
-from .engine.masters import Masters, masters_of
+from .engine.masters import masters_of
 from .engine.torch_private import uncompiled
 from .step import MasterStep, MixedStep
 
-# %% ../nbs/07_optimizer.ipynb #45c421f9
+# %% ../nbs/07_optimizer.ipynb #abb9179a
 _all_ = ["masters_of"]
 
-# %% ../nbs/07_optimizer.ipynb #cbf1851d
+# %% ../nbs/07_optimizer.ipynb #c9f79e9e
 def _check_optimizers(model, optimizers):
     if not optimizers:
         raise TypeError(
@@ -58,7 +57,7 @@ def _check_model(model):
             "DistributedDataParallel or torch.compile on the model that with_masters returns"
         )
 
-# %% ../nbs/07_optimizer.ipynb #adacc273
+# %% ../nbs/07_optimizer.ipynb #ff4bd33d
 def with_masters(
     model: nn.Module,  # in float32; cast to `dtype` in place, its weights become the masters
     *optimizers: Optimizer,  # over its parameters; stepped already or not
@@ -84,7 +83,7 @@ def with_masters(
     Raises: TypeError, ValueError, MixedPrecisionError; nothing is changed then.
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740
     """
-    policy = Policy(
+    settings: Any = dict(
         dtype=dtype,
         flat_master=flat_master,
         keep_fp32=keep_fp32,
@@ -95,12 +94,15 @@ def with_masters(
         half_grads=half_grads,
         skip_nonfinite=skip_nonfinite,
     )
+    policy = Policy(**settings)
     _check_model(model)
     _check_optimizers(model, optimizers)
-    masters = masters_of(model)
-    if masters is None:
+    masters: Any = masters_of(model)
+    is_new = masters is None
+    if is_new:
         mixed = MixedStep(policy)
         mixed.attach(model)
+        masters = mixed.masters
     elif masters.policy != policy:
         raise ValueError(
             f"the model has masters of other settings already, {masters.policy}: call "
@@ -108,9 +110,9 @@ def with_masters(
         )
     try:
         for opt in optimizers:
-            MasterStep(opt, masters_of(model))
+            MasterStep(opt, masters)
     except Exception:
-        if masters is None:
-            masters_of(model).restore()
+        if is_new:
+            masters.restore()
         raise
     return model, *optimizers

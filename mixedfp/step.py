@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MasterStep', 'MixedStep']
 
-# %% ../nbs/06_step.ipynb #6b01d3aa
+# %% ../nbs/06_step.ipynb #b39ae6ea
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from .layerwise import LayerwiseGradientScaler
 from .nested import cast_floats, check_positive, warn_once
 from .scaler import LossScaler, Overflow, ScaleRecord, Undo, any_nonfinite
 
-# %% ../nbs/06_step.ipynb #db3403cd
+# %% ../nbs/06_step.ipynb #190bbcfc
 class MasterStep:
     """Stands in the `step` of an optimizer, until `remove`: it steps the float32 masters.
 
@@ -54,8 +54,9 @@ class MasterStep:
         self.is_half = policy.dtype.itemsize == 2
         self.checks = policy.dtype == torch.bfloat16 and policy.skip_nonfinite
         self.is_checked = False  # the caller has checked the gradients of this step
-        self.scale: Tensor | None = None  # of 16-bit gradients that are still scaled
+        self.scale: float | None = None  # of 16-bit gradients that are still scaled
         self.has_scaler = self.is_removed = False
+        self.extras: dict[str, Any] = {}  # what a file holds beside: loss scale, layer scales
         self.loop = self._make_loop(policy)
         self._install()
 
@@ -81,7 +82,6 @@ class MasterStep:
         own.update(step=_bound(core, self.step), __reduce_ex__=self._reduce)
         own.update(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
         own.update(masters=self.masters, skip=self.skip)
-        vars(self.opt)["masters"] = self.masters
         if self.is_half and isinstance(core, torch.optim.Optimizer):
             core._step_supports_amp_scaling = True
             core.takes_scaled_grads = self.masters.policy.half_grads
@@ -97,7 +97,6 @@ class MasterStep:
         for name in (*names, "_step_supports_amp_scaling", "takes_scaled_grads"):
             own.pop(name, None)
         own.update({k: v for k, v in self.before.items() if k in names or k.startswith("_")})
-        vars(self.opt).pop("masters", None)
         for state in self.core.state.values():
             state.update(self._exported(state))
         self.masters.steps.remove(self)
@@ -165,7 +164,7 @@ class MasterStep:
     def _inv_scale(self):
         scale = vars(self.core).get("grad_scale")
         scale = self.scale if scale is None else scale
-        return None if scale is None else scale.double().reciprocal().float()
+        return None if scale is None else 1 / float(scale)
 
     def _step_raw(self, *closure):
         "The optimizer's own step; a scaler's division has been done, and must not be done again."
@@ -200,7 +199,7 @@ class MasterStep:
 
         with self.masters.shown():
             params = [p for ps in param_lists(self.core) for p in ps]
-            undo = Undo(params, self.core) if self.is_half else None
+            undo: Any = Undo(params, self.core) if self.is_half else None
             try:
                 done = self._step_raw(evaluate)
             except Overflow:
@@ -230,7 +229,8 @@ class MasterStep:
         self.is_checked, self.scale = False, None
         self.masters.snapshot.restore()
         self.masters.skips.add(True)
-        self.masters.skips.check(self)
+        me: Any = self  # it has the `param_groups` of an optimizer
+        self.masters.skips.check(me)
 
     # --- files and copies ---
 
@@ -242,34 +242,39 @@ class MasterStep:
 
     def state_dict(self) -> dict:
         "Return the optimizer's state per parameter of the model, in float32."
-        found = self.raw["state_dict"]()
+        found = self.raw["state_dict"]() | {k: o.state_dict() for k, o in self.extras.items()}
         if self.loop is None:
             return found
         states = found["state"]
         if isinstance(states, Mapping):
-            return {**found, "state": {k: {**s, **self._exported(s)} for k, s in states.items()}}
+            exported = {k: {**s, **self._exported(s)} for k, s in sorted(states.items())}
+            return {**found, "state": exported}
         return {**found, "state": [{**s, **self._exported(s)} for s in states]}
 
-    def load_state_dict(self, state_dict: dict) -> Any:
+    def load_state_dict(self, state_dict: dict) -> None:
         "Load a state of this optimizer over any precision and layout. Raises: as the optimizer's."
+        state = dict(state_dict)
+        saved = {k: state.pop(k) for k in ("loss_scale", "layer_scales") if k in state}
+        if "loss_scale" in self.extras and saved.get("loss_scale"):
+            self.extras["loss_scale"].check_state(saved["loss_scale"])
         with self.masters.shown():  # PyTorch casts states to the dtype of the parameter
-            return self.raw["load_state_dict"](state_dict)
+            self.raw["load_state_dict"](state)
+        for k in saved.keys() & self.extras.keys():
+            if saved[k]:
+                self.extras[k].load_state_dict(saved[k])
 
     def _reduce(self, protocol):
         "Be copied and pickled as a plain optimizer."
-        make, args, state, *rest = type(self.core).__reduce_ex__(self.core, protocol)
+        make, args, state, *rest = type(self.core).__reduce_ex__(self.core, protocol)  # pyright: ignore
         drop = {*_REPLACED, *own_methods(self.core), "takes_scaled_grads"}
         state = {k: v for k, v in state.items() if k not in drop}
-        states = {p: {**s, **self._exported(s)} for p, s in state["state"].items()}
-        state["state"] = type(self.core.state)(dict, states) if _is_default(self.core) else states
+        if "state" in state:  # fastai's Lookahead has that of the optimizer inside
+            states = {p: {**s, **self._exported(s)} for p, s in state["state"].items()}
+            state["state"] = defaultdict(dict, states)
         return make, args, state, *rest
 
 
 _REPLACED = "step", "state_dict", "load_state_dict", "__reduce_ex__", "masters", "skip"
-
-
-def _is_default(core):
-    return hasattr(core.state, "default_factory")
 
 
 def _bound(core, call):
@@ -280,7 +285,7 @@ def _bound(core, call):
 
     return step.__get__(core)
 
-# %% ../nbs/06_step.ipynb #16270d49
+# %% ../nbs/06_step.ipynb #73e3b46a
 class MixedStep:
     """All that mixed precision does with a batch, in the order in which it happens.
 
@@ -304,7 +309,7 @@ class MixedStep:
         self.scaler = LossScaler(enabled=is_scaled) if scaler is None else scaler
         self._masters: Masters | None = None
         self.layers: LayerwiseGradientScaler | None = None
-        self.opt: MasterStep | None = None
+        self.opt: Any = None  # a `MasterStep` from `wrap` on
         self.loss: Tensor | None = None  # the true one, from `scale` to `update`
         self._inputs, self._looks_at_range = None, policy.dtype == torch.float16
 
@@ -362,6 +367,9 @@ class MixedStep:
                 self.opt.remove()
             self.opt = None
             self.opt = MasterStep(opt, self.masters)
+            extras = {"loss_scale": self.scaler if self.scaler.is_enabled() else None}
+            extras["layer_scales"] = self.layers  # pyright: ignore
+            self.opt.extras = {k: o for k, o in extras.items() if o is not None}
         return self.opt
 
     def begin(
@@ -386,10 +394,9 @@ class MixedStep:
         loss: Tensor,  # (), float32
     ) -> Tensor:  # call `backward` on this one
         "Scale `loss`; `self.loss` is the true one until `update`."
-        self.scaler.forget(self.opt)
-        if self.layers is not None:
-            self.layers.trace_loss(loss)
         self.loss = loss
+        if self.layers is not None:
+            loss = self.layers.trace_loss(loss)
         return self.scaler.scale(loss)
 
     def unscale(self) -> bool:  # whether all gradients are finite: else call `skip`

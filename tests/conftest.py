@@ -8,7 +8,6 @@ from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib
 
-import inside
 import numpy as np
 import pytest
 import torch
@@ -21,6 +20,11 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 # The same examples on each run; no deadline, since a busy machine is no bug.
 settings.register_profile("mixedfp", deadline=None, derandomize=True)
 settings.load_profile("mixedfp")
+
+
+def pytest_addoption(parser):
+    """Add the option for long tables."""
+    parser.addoption("--all-rows", action="store_true", help="tables with all pairs of values")
 
 
 def pytest_collection_finish():
@@ -40,12 +44,6 @@ def fixed_seeds():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def bfloat16_is_native(monkeypatch):
-    """What is computed by hand to compare with is PyTorch's own products, on any CPU."""
-    inside.is_native(monkeypatch, bfloat16=True)
 
 
 @pytest.fixture(scope="session")

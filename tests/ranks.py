@@ -1,4 +1,4 @@
-"""Processes that talk to each other over gloo, for tests of what ranks agree on."""
+"""Processes that exchange tensors over gloo, for tests of several ranks."""
 
 import os
 import subprocess
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-SECONDS = 900  # for all the work, on a machine that does much else; then the processes are ended
+SECONDS = 900  # for all the work, on a busy machine; then the processes are killed
 
 
 def on_two_ranks(work: Callable[[int], Any], folder: Path, preload: tuple[str, ...] = ()) -> list:
-    """Do `on_ranks` with two."""
+    """Run `on_ranks` with two processes."""
     return on_ranks(2, work, folder, preload)
 
 
@@ -32,7 +32,7 @@ def on_ranks(
 ) -> list:
     """Run `work(rank)` in `n` processes; return all results, which `torch.save` can write.
 
-    `preload` names modules that all need, to be imported once.
+    `preload` names modules that all processes need; they are imported once.
     Raises: TimeoutError after `SECONDS`; RuntimeError with what was raised, or how a process ended.
     """
     context: Any = get_context(method)
@@ -46,7 +46,7 @@ def on_ranks(
         process.kill()
         process.join()
     found = [_read(folder / f"{rank}.pt", process) for rank, process in enumerate(processes)]
-    failed = [f"rank {rank}: {said}" for rank, said in enumerate(found) if isinstance(said, str)]
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(found) if isinstance(error, str)]
     if not in_time:
         raise TimeoutError(f"the time ran out after {SECONDS} s. " + "; ".join(failed))
     if failed:
@@ -63,7 +63,7 @@ def run_as_script(file: str, folder: Path) -> None:
 
 @contextmanager
 def _path_for_children():
-    "Let the server find what it is to import once: else each child imports it, in silence."
+    "Let the fork server find the modules to preload; else each child imports them again."
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:
@@ -75,7 +75,7 @@ def _path_for_children():
 
 
 def _wait(processes, folder, deadline):
-    "Wait for all results; False if the time has run out. One that dies ends the waiting."
+    "Wait for all results; False if time runs out. A process that dies ends the waiting."
     while waiting := [p.sentinel for p in processes if p.exitcode is None]:
         if any(p.exitcode and not (folder / f"{r}.pt").exists() for r, p in enumerate(processes)):
             break
@@ -85,7 +85,7 @@ def _wait(processes, folder, deadline):
 
 
 def _read(file, process):
-    "What a process has brought back, or a word on why there is nothing."
+    "The result of a process, or the reason why there is none."
     if file.exists():
         return torch.load(file, weights_only=False)
     return f"no result; the process ended with {process.exitcode}"

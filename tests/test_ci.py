@@ -52,7 +52,8 @@ def test_the_oldest_python_that_is_promised_is_tried():
     settings = configparser.ConfigParser(interpolation=None)
     settings.read(ROOT / "settings.ini", encoding="utf-8")
     oldest = settings["DEFAULT"]["min_python"]
+    all_jobs = {name: job for path in WORKFLOWS for name, job in jobs(path).items()}
     for name in ("test", "test-latest", "test-oldest"):
-        versions = pythons(jobs(ROOT / ".github/workflows/test.yml")[name])
+        versions = pythons(all_jobs[name])
         assert oldest in versions, name
         assert all(isinstance(version, str) for version in versions), name  # 3.10 is no number

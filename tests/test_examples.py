@@ -5,15 +5,15 @@ import random
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
-import inside
 import numpy as np
 import pytest
 import torch
 from fastai.vision.all import Learner, load_learner
 from PIL import Image
 
-from mixedfp.examples import Darknet, cifar10, photos, picture_dls
+from mixedfp.examples import Darknet, cifar10, photos, picture_dls, picture_folder
 from mixedfp.testing import assert_same
 
 
@@ -29,77 +29,84 @@ def make_cifar10(root, classes=("airplane", "dog"), n=4):
 
 
 @pytest.fixture
-def nowhere(monkeypatch, tmp_path):
+def machine(monkeypatch, tmp_path):
     """A machine without CIFAR-10: no variable, an empty data folder, and no network."""
 
     def no_network(url):
         raise OSError("no network")
 
     monkeypatch.delenv("CIFAR10_PATH", raising=False)
-    inside.fastais_data(monkeypatch, tmp_path / "fastai", no_network)
-    return tmp_path
+    monkeypatch.setattr("mixedfp.examples.fastai_path", lambda name: tmp_path / "fastai" / name)
+    monkeypatch.setattr("fastai.vision.all.untar_data", no_network)
+    return SimpleNamespace(path=tmp_path, patch=monkeypatch)
 
 
-def test_error_names_all_four_places(nowhere):
-    with pytest.raises(FileNotFoundError) as e, pytest.warns(UserWarning, match="no such folder"):
-        cifar10(nowhere / "typo")
+def test_error_names_all_four_places(machine):
+    with pytest.raises(FileNotFoundError) as e, pytest.warns(UserWarning, match="typo"):
+        cifar10(machine.path / "typo")
     message = str(e.value)
-    assert "typo" in message and "$CIFAR10_PATH: not given" in message
-    assert "fastai's data folder: there is no such folder" in message
+    assert "no train/airplane, train/dog, test/airplane, test/dog in" in message
+    assert "$CIFAR10_PATH: not given" in message and "fastai's data folder" in message
     assert "untar_data(URLs.CIFAR): OSError: no network" in message
     assert "photos()" in message
     assert isinstance(e.value.__cause__, OSError)
 
 
-def test_download_is_not_tried_when_told_not_to(nowhere):
+def test_download_is_not_tried_with_download_false(machine):
     with pytest.raises(FileNotFoundError, match="download=False"):
         cifar10(download=False)
 
 
-def test_places_in_order(nowhere, monkeypatch):
-    downloaded = make_cifar10(nowhere / "downloaded", n=2)
-    inside.fastais_data(monkeypatch, nowhere / "fastai", lambda url: downloaded)
+def test_places_in_order(machine):
+    downloaded = make_cifar10(machine.path / "downloaded", n=2)
+    machine.patch.setattr("fastai.vision.all.untar_data", lambda url: downloaded)
     sizes = [len(cifar10(bs=2).train_ds)]
-    make_cifar10(nowhere / "fastai" / "data" / "cifar10", n=3)
+    make_cifar10(machine.path / "fastai" / "data" / "cifar10", n=3)
     sizes.append(len(cifar10(bs=2).train_ds))
-    monkeypatch.setenv("CIFAR10_PATH", str(make_cifar10(nowhere / "env", n=4)))
+    machine.patch.setenv("CIFAR10_PATH", str(make_cifar10(machine.path / "env", n=4)))
     sizes.append(len(cifar10(bs=2).train_ds))
-    sizes.append(len(cifar10(make_cifar10(nowhere / "path", n=5), bs=2).train_ds))
+    sizes.append(len(cifar10(make_cifar10(machine.path / "path", n=5), bs=2).train_ds))
     assert sizes == [4, 6, 8, 10]
 
 
-def test_place_without_the_classes_is_passed_over(nowhere, monkeypatch):
-    monkeypatch.setenv("CIFAR10_PATH", str(make_cifar10(nowhere / "two")))
-    three = make_cifar10(nowhere / "fastai" / "data" / "cifar10", ("airplane", "dog", "frog"))
-    with pytest.warns(UserWarning, match="has no train/frog, test/frog; trying the next place"):
+def test_place_without_the_classes_is_passed_over(machine):
+    machine.patch.setenv("CIFAR10_PATH", str(make_cifar10(machine.path / "two")))
+    make_cifar10(machine.path / "fastai" / "data" / "cifar10", ("airplane", "dog", "frog"))
+    with pytest.warns(UserWarning, match="no train/frog, test/frog in .*; trying the next place"):
         dls = cifar10(classes=("frog", "dog"), bs=2)
-    assert three.is_dir() and list(dls.vocab) == ["frog", "dog"]
+    assert list(dls.vocab) == ["frog", "dog"]
     assert dls.train.x[0, :, 0, 0].tolist() == [120, 40, 0]
 
 
-def test_pictures_are_decoded_once(nowhere, monkeypatch):
-    root = make_cifar10(nowhere / "once")
+def test_pictures_are_decoded_once(machine):
+    root = make_cifar10(machine.path / "once")
     first = cifar10(root, bs=2)
-    monkeypatch.setattr(Image, "open", None)  # would raise
+    machine.patch.setattr(Image, "open", None)  # would raise
     second = cifar10(root, bs=2)
     assert second.train.x.data_ptr() == first.train.x.data_ptr()
 
 
-@pytest.mark.parametrize("bad", [0, -1, True, 1.5, "8", 1, 9])
-def test_number_of_pictures_is_checked(nowhere, bad):
-    root = make_cifar10(nowhere / "cifar")
+@pytest.mark.parametrize("data", [b"", b"not a picture", None])
+def test_a_damaged_picture_is_named(data, tmp_path):
+    root = make_cifar10(tmp_path)
+    file = root / "train" / "dog" / "0002.png"
+    file.write_bytes(file.read_bytes()[:60] if data is None else data)
+    with pytest.raises(ValueError, match="cannot read the picture .*0002.png"):
+        picture_folder(root)
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.5, 1, 9])
+def test_number_of_pictures_is_checked(machine, bad):
+    root = make_cifar10(machine.path / "cifar")
     for name in ("n_train", "n_valid"):
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=f"{name}={bad}: expected 2 to 8"):
             cifar10(root, **{name: bad})
 
 
-def test_training_and_validation_photos_share_no_pixel():
-    seen = {split: set() for split in ("train", "valid")}
-    for split, pixels in seen.items():
-        for r, c in inside.photo_corners(split, 427, 640):
-            assert 0 <= r <= 427 - 32 and 0 <= c <= 640 - 32
-            pixels |= {(r + i, c + j) for i in range(32) for j in range(32)}
-    assert seen["train"] and seen["valid"] and not seen["train"] & seen["valid"]
+@pytest.mark.parametrize("classes", ["dog", ("dog", "dog"), ("dog", "plane")])
+def test_classes_are_checked(classes):
+    with pytest.raises(ValueError, match="expected two or more different ones of airplane"):
+        cifar10(classes=classes)
 
 
 def test_flips_and_crops_follow_the_seed_alone():
@@ -112,13 +119,29 @@ def test_flips_and_crops_follow_the_seed_alone():
     assert not torch.equal(a[0], other)
 
 
+def test_a_training_picture_is_a_window_of_the_padded_one():
+    """An independent way to the same: PyTorch's own reflection padding, all windows, both ways."""
+    x = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8)
+    part = x, torch.arange(16) % 2
+    stats = ([0.0] * 3, [1 / 255] * 3)
+    dls = picture_dls(part, part, ["a", "b"], stats, bs=16, device="cpu")
+    padded = torch.nn.functional.pad(x.float(), (4, 4, 4, 4), mode="reflect")
+    seen = []
+    for picture in dls.train.one_batch()[0].as_subclass(torch.Tensor).round():
+        for r, c, flip in ((r, c, f) for r in range(9) for c in range(9) for f in (0, 1)):
+            windows = padded[:, :, r : r + 32, c : c + 32]
+            windows = windows.flip(-1) if flip else windows
+            if (windows == picture).flatten(1).all(1).any():
+                seen.append((r, c, flip))
+    assert len(seen) == 16 and {flip for *_, flip in seen} == {0, 1} and len(set(seen)) > 8
+
+
 def test_validation_pictures_are_never_moved():
     dls = photos(n_train=8, n_valid=8, bs=8, device="cpu")
     first, second = (dls.valid.one_batch()[0] for _ in range(2))
     assert_same(first, second)
-    mean = dls.valid.after_batch.fs[-1].mean
-    std = dls.valid.after_batch.fs[-1].std
-    expected = (dls.valid.x.float() / 255 - mean) / std
+    norm = dls.valid.after_batch.fs[-1]
+    expected = (dls.valid.x.float() / 255 - norm.mean) / norm.std
     torch.testing.assert_close(first.as_subclass(torch.Tensor), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -126,18 +149,25 @@ def test_few_pictures_still_make_a_batch():
     assert len(photos(bs=64, n_train=8, n_valid=2, device="cpu").train) == 1
 
 
-def test_export_and_load(tmp_path):
+def test_predict_export_and_load(tmp_path):
     dls = photos(n_train=64, n_valid=8, bs=16, device="cpu")
     learn = Learner(dls, Darknet([1, 1], num_classes=2, nf=4), path=tmp_path)
+    image = dls.valid_ds.items[0][0]
+    pixels = image.permute(1, 2, 0).numpy()
+    Image.fromarray(pixels).save(tmp_path / "one.png")
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)
-        before = learn.predict(dls.valid_ds.items[0].image)
+        before = learn.predict(image)
+        for same in (pixels, Image.fromarray(pixels), tmp_path / "one.png", dls.valid_ds.items[0]):
+            torch.testing.assert_close(learn.predict(same)[2], before[2], rtol=0, atol=1e-6)
+        assert learn.predict(np.zeros((50, 90, 3), np.uint8))[2].shape == (2,)
+        assert learn.get_preds(ds_idx=0)[0].shape == (64, 2)
         learn.export("learn.pkl")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fastai's, of pickles from strangers
             loaded = load_learner(tmp_path / "learn.pkl")
         with loaded.no_bar():
-            after = loaded.predict(dls.valid_ds.items[0].image)
+            after = loaded.predict(image)
     assert after[0] == before[0]
     assert_same(after[2], before[2])
     assert loaded.dls.train.x is None  # the pictures are not in the file
@@ -166,9 +196,3 @@ def test_batches_are_made_for_the_device():
         x, y = dl.one_batch()
         assert x.device.type == y.device.type == "cuda"
     assert dls.to("cpu").train.one_batch()[0].device.type == "cpu"
-
-
-@pytest.mark.parametrize("blocks", [[], 3, "12", [1, -1], [1.0], None])
-def test_darknet_checks_its_blocks(blocks):
-    with pytest.raises(ValueError, match="num_blocks=.*expected a list of integers"):
-        Darknet(blocks, num_classes=2)

@@ -13,17 +13,19 @@ OTHERS = ("fastai", "skorch", "matplotlib")
 HERE = Path(mixedfp.__file__).parent
 
 
-def loaded_by(statement):
-    """Run `statement` in a fresh process; return which of OTHERS it has loaded."""
-    code = f"import sys\n{statement}\nprint(*[m for m in {OTHERS} if m in sys.modules])"
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=HERE.parent,
-    )
+def printed_by(code):
+    """Run `code` in a fresh process; return the words that it prints."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent)
     assert run.returncode == 0, run.stderr
     return run.stdout.split()
+
+
+def loaded_by(statement):
+    """Run `statement` in a fresh process; return which of OTHERS it has loaded."""
+    return printed_by(
+        f"import sys\n{statement}\nprint(*[m for m in {OTHERS} if m in sys.modules])"
+    )
 
 
 def existing(names):
@@ -50,6 +52,20 @@ def test_what_is_for_fastai_loads_fastai_and_not_skorch():
     names = existing(["callback", "examples", "compare", "all"])
     loaded = loaded_by("\n".join(f"import mixedfp.{name}" for name in names))
     assert "fastai" in loaded and "skorch" not in loaded
+
+
+def test_the_command_waits_with_its_imports():
+    assert printed_by("import sys, mixedfp.command; print('torch' in sys.modules)") == ["False"]
+
+
+@pytest.mark.parametrize("order", [("fastai.vision", "mixedfp"), ("mixedfp", "fastai.vision")])
+def test_the_later_star_import_names_mixed_precision(order):
+    """`to_fp16` and `mixed_precision` are ours in both orders, the shared name in one."""
+    lines = [f"from {package}.all import *" for package in order]
+    names = "MixedPrecision", "mixed_precision.func", "Learner.to_fp16", "Learner.to_bf16"
+    lines += [f"print({name}.__module__)" for name in names]
+    later = "mixedfp.callback" if order[1] == "mixedfp" else "fastai.callback.fp16"
+    assert printed_by("\n".join(lines)) == [later, *["mixedfp.callback"] * 3]
 
 
 def test_what_is_installed_has_every_module(tmp_path):

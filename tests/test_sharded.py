@@ -1,4 +1,4 @@
-"""What processes that share tensors agree on: FSDP2 and a grid of processes, over gloo."""
+"""`LossScaler` over shared tensors: FSDP2 and a grid of four processes, over gloo."""
 
 import copy
 import math
@@ -6,15 +6,19 @@ import math
 import pytest
 import torch
 from ranks import on_ranks
+from tiny import make_learner
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import mixedfp.callback  # noqa: F401, gives Learner to_fp16
+from mixedfp.cast import Policy
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
+from mixedfp.step import MixedStep
 from mixedfp.testing import assert_same
 
 N = 4
@@ -80,35 +84,55 @@ def sharded_run(make_scaler, mesh, rank):
     return [p.full_tensor() for p in model.parameters()], scales
 
 
-def sharded_too_late(mesh, flat):
-    """Return what the first step says where masters were made before `fully_shard`."""
-    model, opt = net(), None
-    model, opt = with_masters(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16, flat_master=flat
-    )
-    fully_shard(model, mesh=mesh)
-    try:
-        model(torch.ones(2, 4)).sum().backward()
-        opt.step()
-    except MixedPrecisionError as e:
-        return str(e)
+def skipped_run(mesh, dtype):
+    """Return weights and optimizer state around a step that overflows on the last rank alone."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+    model = fully_shard(net(), mesh=mesh, mp_policy=policy)
+    opt, scaler = torch.optim.AdamW(model.parameters(), lr=0.1), LossScaler("cpu", 64.0)
+    found = []
+    for factor in (1.0, math.inf, 1.0):
+        loss = model(torch.ones(5, 4)).pow(2).mean()
+        if mesh.get_local_rank() == N - 1:
+            loss = loss * factor
+        opt.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        found.append(copy.deepcopy([local(model.state_dict()), local(opt.state_dict()["state"])]))
+    return found, scaler.skipped, {t.dtype for t in found[0][0].values()}
 
 
-def refused(mesh, flat):
-    """Return what `with_masters` says of a sharded model, and whether it left it as it was."""
+def local(tree):
+    """Return what this process holds of a tree of tensors."""
+    if isinstance(tree, dict):
+        return {k: local(v) for k, v in tree.items()}
+    return tree.to_local() if isinstance(tree, DTensor) else tree
+
+
+def refused(mesh):
+    """Return what is raised for a sharded model, and whether it still trains as it was."""
     model = fully_shard(net(), mesh=mesh)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [p.full_tensor() for p in model.parameters()]
-    held = copy.copy(vars(model)), model.forward, [p.dtype for p in model.parameters()]
-    try:
-        with_masters(model, opt, dtype=torch.bfloat16, flat_master=flat)
-    except MixedPrecisionError as e:
-        now = copy.copy(vars(model)), model.forward, [p.dtype for p in model.parameters()]
-        assert_same([p.full_tensor() for p in model.parameters()], before)
-        hooks = {k: dict(v) for k, v in held[0].items() if k.endswith("hooks")}
-        assert hooks == {k: dict(v) for k, v in now[0].items() if k.endswith("hooks")}
-        model(torch.ones(2, 4)).sum().backward()
-        return str(e), held[1:] == now[1:]
+    before, hooks = [p.full_tensor() for p in model.parameters()], n_hooks(model)
+    learn = make_learner(model=model)
+    found = []
+    for mix in (
+        lambda: with_masters(model, opt, dtype=torch.bfloat16, flat_master=True),
+        lambda: MixedStep(Policy(dtype=torch.float16)).attach(model),
+        lambda: learn.to_fp16(flat_master=True).fit(1),
+    ):
+        with pytest.raises(MixedPrecisionError) as e:
+            mix()
+        found.append(str(e.value))
+    assert_same([p.full_tensor() for p in model.parameters()], before)
+    model(torch.ones(2, 4)).sum().backward()
+    return found, n_hooks(model) == hooks and "masters" not in vars(opt)
+
+
+def n_hooks(model):
+    """Count hooks of the forward pass and of files."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"
+    return [len(getattr(m, kind)) for m in model.modules() for kind in kinds]
 
 
 def work(rank):
@@ -128,8 +152,8 @@ def work(rank):
         "sum": partial_sum(grid),
         "ours": sharded_run(LossScaler, line, rank),
         "theirs": sharded_run(GradScaler, line, rank),
-        "late": [sharded_too_late(line, flat) for flat in (False, True)],
-        "refused": [refused(line, flat) for flat in (False, True)],
+        "skipped": [skipped_run(line, dtype) for dtype in (torch.float16, torch.bfloat16)],
+        "refused": refused(line),
     }
 
 
@@ -139,7 +163,8 @@ def ranks(tmp_path_factory):
     return on_ranks(N, work, tmp_path_factory.mktemp("ranks"), ("test_sharded",))
 
 
-def test_2_10_all_ranks_agree_whatever_mesh_a_gradient_is_on(ranks):
+def test_all_processes_agree_whatever_mesh_a_gradient_is_on(ranks):
+    """One that holds inf or nan in any process: on a grid, in a row, in a column, beside others."""
     for found in ranks:
         assert {k: v for k, v in found["verdicts"].items() if not v[0]} == {}
         assert [v[0] for v in found["healthy"]] == [False, False]
@@ -147,18 +172,25 @@ def test_2_10_all_ranks_agree_whatever_mesh_a_gradient_is_on(ranks):
         assert found["sum"]
 
 
-def test_2_10_a_sharded_run_is_that_of_pytorchs_scaler(ranks):
+def test_a_sharded_run_is_that_of_pytorchs_scaler(ranks):
     for found in ranks:
         assert_same(found["ours"], found["theirs"])
-        assert found["ours"][1][-1] == 64.0 * 0.5**N  # each rank's overflow was everybody's
+        assert found["ours"][1][-1] == 64.0 * 0.5**N  # each process's overflow counted for all
     assert_same(ranks[0]["ours"], ranks[1]["ours"])
 
 
-def test_2_11_masters_of_a_model_that_was_sharded_later_say_so(ranks):
-    for said in (said for found in ranks for said in found["late"]):
-        assert "shape (7, 4)" in said and "is no longer in the" in said
+def test_a_skipped_step_changes_nothing(ranks):
+    """Weights and moments of every process; the shards are float32."""
+    for found in ranks:
+        for (first, second, third), skipped, dtypes in found["skipped"]:
+            assert skipped == [1] and dtypes == {torch.float32}
+            assert_same(second, first)
+            assert not third[0]["0.weight"].equal(first[0]["0.weight"])
 
 
-def test_3_10_a_sharded_model_is_refused_before_anything_is_changed(ranks):
-    for said, is_as_before in (x for found in ranks for x in found["refused"]):
-        assert "MixedPrecisionPolicy" in said and is_as_before
+def test_a_sharded_model_is_refused_and_left_as_it_was(ranks):
+    for messages, is_as_before in (found["refused"] for found in ranks):
+        for message in messages:
+            assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in message
+            assert "LossScaler" in message
+        assert is_as_before

@@ -2,7 +2,6 @@
 
 import ast
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,10 @@ import nbformat  # noqa: E402
 
 PAGE = Path(__file__).resolve().parent.parent / "nbs" / "15_trainers.ipynb"
 DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+page: dict[str, Any] = {"__name__": __name__}
 
-
-def examples() -> dict[str, Any]:
-    """Return what the page defines, by name."""
-    names: dict[str, Any] = {"__name__": __name__}
-    for cell in nbformat.read(PAGE, 4).cells:
-        is_ray = "import ray" in cell.source  # which the page does not run
-        if is_ray and not find_spec("ray"):
-            continue
-        if cell.cell_type == "code" and (is_ray or not cell.source.startswith("#|")):
-            tree = ast.parse(cell.source)
-            tree.body = [node for node in tree.body if isinstance(node, DEFINES)]
-            exec(compile(tree, str(PAGE), "exec"), names)  # noqa: S102
-    return names
-
-
-page = examples()
+for cell in nbformat.read(PAGE, 4).cells:
+    if cell.cell_type == "code" and not cell.source.startswith("#|"):
+        tree = ast.parse(cell.source)
+        tree.body = [node for node in tree.body if isinstance(node, DEFINES)]
+        exec(compile(tree, str(PAGE), "exec"), page)  # noqa: S102

@@ -26,7 +26,7 @@ FLOORS = [
     [{"engine.torch_private"}, {"formats"}, {"testing", "nested", "sharded"}],
     [{"cast", "master", "scaler", "layerwise"}],
     [{f"engine.{name}"} for name in ENGINE],
-    [{"step"}, {"overflow"}, {"report"}],
+    [{"step"}, {"report"}, {"overflow"}],
     [{"optimizer"}, {"callback", "skorch"}, {"checkpoint"}],
     [{"examples"}, {"command"}, {"compare"}, {"all"}],
 ]

@@ -6,7 +6,7 @@
 __all__ = ['ALIGN', 'CHUNK', 'split_into', 'join_into', 'is_dense', 'in_memory_order', 'Vector', 'lay_out', 'is_vectorizable',
            'Chunk', 'Run', 'ChunkLoop']
 
-# %% ../../nbs/engine/04_flat.ipynb #be7a19ec
+# %% ../../nbs/engine/04_flat.ipynb #8d2af3da
 from collections import defaultdict
 from itertools import groupby
 from operator import attrgetter, is_
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .masters import Masters, as_own_storage
-from .optimizers import Shadow, hyper_groups, param_lists
+from .masters import Masters
+from .optimizers import Shadow, param_lists
 from ..master import norm_bias_ids, norm_types
 from ..nested import warn_once
 
-# %% ../../nbs/engine/04_flat.ipynb #a4cb98df
+# %% ../../nbs/engine/04_flat.ipynb #e5a3118e
 def split_into(
     full: Tensor,  # float32
     weights: Tensor,  # bfloat16; written: `full`, rounded half up in magnitude
     remainders: Tensor,  # int16; written: the lower half of the bits of `full`
 ) -> None:
-    "Cut float32 numbers into weights and remainders. One write: an interrupt comes before or after."
+    "Cut float32 numbers into weights and remainders; one write, so no interrupt parts the two."
     bits = full.view(torch.int32)
     rounded = (bits + 0x8000).bitwise_right_shift_(16)
     torch._foreach_copy_([weights.view(torch.int16), remainders], [rounded, bits])
@@ -42,7 +42,7 @@ def join_into(
     full.copy_(weights).view(torch.int32).add_(remainders)
     return full
 
-# %% ../../nbs/engine/04_flat.ipynb #f263474b
+# %% ../../nbs/engine/04_flat.ipynb #bd6f661f
 ALIGN = 16  # numbers: 64 bytes of float32, 32 of bfloat16
 
 
@@ -85,9 +85,9 @@ class Vector:
         full, half = masters.full(members[0]), masters.half[members[0]]
         self.is_cast = half.dtype != full.dtype
         self.master: Any = torch.zeros(n, dtype=full.dtype, device=full.device)
-        self.half = self.master.to(half.dtype) if self.is_cast else self.master
+        self.half: Any = self.master.to(half.dtype) if self.is_cast else self.master
         cuts = masters.policy.store_param_remainders and half.dtype == torch.bfloat16
-        self.remainder = self.master.to(torch.int16) if cuts else None
+        self.remainder: Any = self.master.to(torch.int16) if cuts else None
         for i in members:
             view = self.view(self.master, i).copy_(masters.full(i))
             half = self.view(self.half, i).copy_(masters.half[i]) if self.is_cast else view
@@ -146,7 +146,7 @@ class Vector:
                 masters.master[i] = None
             self.master = None
 
-# %% ../../nbs/engine/04_flat.ipynb #663d3f6c
+# %% ../../nbs/engine/04_flat.ipynb #c8fba2ee
 @torch.no_grad()
 def lay_out(
     masters: Masters,
@@ -182,7 +182,7 @@ def _ranks(model):
     ps = model.parameters()
     return {p: 0 if id(p) not in second else 1 if id(p) in of_norms else 2 for p in ps}
 
-# %% ../../nbs/engine/04_flat.ipynb #679b76a1
+# %% ../../nbs/engine/04_flat.ipynb #83e73bb4
 CHUNK = 2**18  # numbers: masters, gradient and states of a chunk stay in the cache
 
 
@@ -205,21 +205,23 @@ class Chunk:
         self.full = vector.master[a:b] if vector.remainder is None else scratch[1][: b - a]
         self.param = Parameter(self.full)
 
-    def gather(self, inv_scale: Tensor | None) -> None:
+    def gather(self, inv_scale: float | None) -> None:
         "Copy the gradient into the scratch vector, in float32 and unscaled."
         if self.has_gaps:
             self.grad.zero_()
         parts = []
         for p, stride, a, b, n in self.sources:
             g = p.grad
-            g = g.view(-1) if g.stride() == stride and g.is_contiguous() else in_memory_order(g, stride)
+            is_plain = g.stride() == stride and g.is_contiguous()
+            g = g.view(-1) if is_plain else in_memory_order(g, stride)
             parts.append(g if b - a == n else g[a:b])
         torch._foreach_copy_(self.targets, parts)
         if inv_scale is not None:
             self.grad.mul_(inv_scale)
         vector = self.run.vector
         if vector.remainder is not None:
-            self.param.data = join_into(self.full, vector.half[self.part], vector.remainder[self.part])
+            stored = vector.half[self.part], vector.remainder[self.part]
+            self.param.data = join_into(self.full, *stored)
         self.param.grad = self.grad
 
     def store(self) -> None:
@@ -247,7 +249,7 @@ class Run:
         size = scratch.shape[1]
         self.chunks = [Chunk(self, a, min(a + size, end), scratch) for a in range(begin, end, size)]
 
-# %% ../../nbs/engine/04_flat.ipynb #58c69098
+# %% ../../nbs/engine/04_flat.ipynb #331d72b8
 _grad = attrgetter("grad")
 
 
@@ -267,7 +269,7 @@ class ChunkLoop:
         self.loose: list[list[Parameter]] = []  # sparse gradients and what is in no vector
 
     @torch.no_grad()
-    def step(self, inv_scale: Tensor | None = None) -> None:
+    def step(self, inv_scale: float | None = None) -> None:
         "Step all parameters that have a gradient."
         lists = param_lists(self.core)
         params = [p for ps in lists for p in ps]

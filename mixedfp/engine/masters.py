@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['check_model', 'warn_if_rounded', 'keep_low_bits', 'KeptBuffer', 'Masters', 'masters_of', 'as_own_storage']
 
-# %% ../../nbs/engine/07_masters.ipynb #93311cc2
+# %% ../../nbs/engine/07_masters.ipynb #e3108828
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import attrgetter, ne
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..nested import warn_once
 from ..scaler import SkipCount
 from ..sharded import is_sharded
 
-# %% ../../nbs/engine/07_masters.ipynb #8329d425
+# %% ../../nbs/engine/07_masters.ipynb #bbe5aebd
 def check_model(
     model: nn.Module,
 ) -> None:
@@ -70,7 +70,7 @@ def _check_tensor(name, t):
             "model.to_empty(device='cpu') and initialize it first"
         )
 
-# %% ../../nbs/engine/07_masters.ipynb #cd1839a6
+# %% ../../nbs/engine/07_masters.ipynb #4666b71b
 def warn_if_rounded(
     weights: Mapping[str, Tensor],  # by name; the float32 masters will start from these
     when: str,  # ends the sentence "`name` is in bfloat16 …"
@@ -95,7 +95,7 @@ def _warn_if_inf(name, half, master):
                 f"inf there. Use bfloat16, or keep_fp32=[{name!r}]"
             )
 
-# %% ../../nbs/engine/07_masters.ipynb #beb0367f
+# %% ../../nbs/engine/07_masters.ipynb #e2d66b73
 def keep_low_bits(
     now: Tensor,  # what the model holds; 16 or 32 bits
     full: Tensor,  # the same shape; what `now` was rounded from
@@ -120,8 +120,8 @@ class KeptBuffer:
             return now.to(full.dtype)
         return keep_low_bits(now, full)
 
-# %% ../../nbs/engine/07_masters.ipynb #0d1b62f1
-_version, _data_ptr, _dtype = attrgetter("_version"), Tensor.data_ptr, attrgetter("dtype")
+# %% ../../nbs/engine/07_masters.ipynb #8cefd154
+_version, _data_ptr = attrgetter("_version"), Tensor.data_ptr
 _ATTRIBUTE = "_mixedfp_masters"  # of the model: where `masters_of` finds them
 
 
@@ -144,14 +144,15 @@ class Masters:
         self.model, self.policy = model, policy
         self.params = [p for p in model.parameters() if is_castable(p)]
         warn_if_rounded(dict(_trained(model)), "already")
-        self.master: list[Any] = [p.detach().to(_full_dtype(p)) for p in self.params]
+        # `data`, not `detach()`: writes to the parameter must not count as writes to the master
+        self.master: list[Any] = [p.data.to(_full_dtype(p)) for p in self.params]
         self.half: list[Tensor] = []  # the memory that the model computes with
         self.index = {p: i for i, p in enumerate(self.params)}
         self.vectors: list[Any] = []  # flat: see `engine.flat`
         self.steps: list[Any] = []  # what stands in the `step` of each optimizer
         self.snapshot: Any = None  # of the buffers, see `engine.buffers`
         self.skips = SkipCount()
-        self.is_shown = False
+        self.is_shown, self._shown_at = False, []
         self._cast()
         self._register()
 
@@ -257,14 +258,17 @@ class Masters:
 
     def _take_over(self, addresses):
         for p, m, h, now in zip(self.params, self.master, self.half, addresses, strict=True):
-            if now not in (m.data_ptr(), h.data_ptr()) and p.shape == m.shape:
+            if m is None or now in (m.data_ptr(), h.data_ptr()):
+                continue  # packed by a swap that an interrupt has ended, or where it belongs
+            if p.shape == m.shape:
                 m.copy_(p.data)
 
     @torch.no_grad()
     def round_all(self) -> None:
         "Write every master into the model, rounded to the model's dtype."
         placed = {i for v in self.vectors for i in v.members}
-        pairs = [(h, m) for i, (h, m) in enumerate(zip(self.half, self.master)) if i not in placed]
+        both = enumerate(zip(self.half, self.master, strict=True))
+        pairs = [(h, m) for i, (h, m) in both if i not in placed]
         pairs = [(h, m) for h, m in pairs if h is not m]
         if pairs:
             torch._foreach_copy_([h for h, _ in pairs], [m for _, m in pairs])
@@ -280,15 +284,20 @@ class Masters:
         "Adopt weights that other code has written, moved or cast since the last step."
         if self.is_shown:
             return
-        versions, addresses = list(map(_version, self.params)), list(map(_data_ptr, self.params))
+        try:
+            versions = list(map(_version, self.params))
+            addresses = list(map(_data_ptr, self.params))
+        except RuntimeError:  # in a trace or in `torch.func`, where tensors stand for others
+            return
         written = [None if m is None else m._version for m in self.master]
         if written != self._written:  # through the tensors of a `state_dict`
             self._adopt_masters(written)
         if versions == self._versions and addresses == self._addresses:
             return
-        changed = map(ne, zip(versions, addresses), zip(self._versions, self._addresses))
-        for i in [i for i, is_changed in enumerate(changed) if is_changed]:
-            self._adopt(i)
+        was, now = (self._versions, self._addresses), (versions, addresses)
+        for i in range(len(self.params)):
+            if (was[0][i], was[1][i]) != (now[0][i], now[1][i]):
+                self._adopt(i)
         self.note()
 
     @torch.no_grad()
@@ -369,7 +378,8 @@ class Masters:
         for m in filter(_has_state, self.model.modules()):
             self._handles.append(m.register_state_dict_post_hook(partial(_show, self)))
             self._handles.append(m.register_load_state_dict_pre_hook(partial(_load, self)))
-        self._handles.append(self.model.register_load_state_dict_post_hook(partial(_end_load, self)))
+        after = self.model.register_load_state_dict_post_hook(partial(_end_load, self))
+        self._handles.append(after)
         vars(self.model)[_ATTRIBUTE] = self
         vars(self.model).update(__deepcopy__=_Copy(self), __reduce_ex__=_Reduce(self))
 
@@ -443,7 +453,7 @@ def masters_of(
     "Return the masters of `model`, None if it has none."
     return vars(model).get(_ATTRIBUTE)
 
-# %% ../../nbs/engine/07_masters.ipynb #997a17a2
+# %% ../../nbs/engine/07_masters.ipynb #edb50658
 def _full_dtype(p):
     "float32 for what is trained in 16 bits; a frozen weight keeps the dtype that it has."
     is_trained = p.requires_grad or p.grad is not None
@@ -473,7 +483,7 @@ def _clean(model, ids):
             vars(m).pop(name, None)
     remove_forward(model)
 
-# %% ../../nbs/engine/07_masters.ipynb #da69e1e8
+# %% ../../nbs/engine/07_masters.ipynb #ea747065
 def as_own_storage(
     t: Tensor,  # perhaps a part of a larger tensor, all of which a file of `t` would hold
 ) -> Tensor:  # the same memory
@@ -544,7 +554,7 @@ def _end_load(masters, module, incompatible):
     if masters.snapshot is not None:
         masters.snapshot.save()
 
-# %% ../../nbs/engine/07_masters.ipynb #29ab9e67
+# %% ../../nbs/engine/07_masters.ipynb #a35b6046
 @contextmanager
 def _as_it_is(model):
     "Have `model` copied and pickled as any other module while the block runs."

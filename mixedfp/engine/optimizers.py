@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['core_of', 'param_lists', 'hyper_groups', 'grads_of', 'is_elementwise', 'evaluates_once', 'own_methods', 'Shadow']
 
-# %% ../../nbs/engine/11_optimizers.ipynb #5f715000
+# %% ../../nbs/engine/11_optimizers.ipynb #4e112be1
 import inspect
 from collections import defaultdict
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# %% ../../nbs/engine/11_optimizers.ipynb #ab5030b0
+# %% ../../nbs/engine/11_optimizers.ipynb #c799830f
 def core_of(
     opt: Any,  # an optimizer of torch.optim or fastai, or a wrapper that holds it as `opt`
 ) -> Any:  # whose `step` is called in the end
@@ -48,7 +48,7 @@ def grads_of(
     grads = (p.grad for ps in param_lists(core) for p in ps)
     return [g for g in grads if g is not None]
 
-# %% ../../nbs/engine/11_optimizers.ipynb #2fc0fd57
+# %% ../../nbs/engine/11_optimizers.ipynb #82bae48c
 _OF_TORCH = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop".split()
 _TORCH = frozenset(getattr(torch.optim, name) for name in _OF_TORCH)
 _FASTAI = frozenset(
@@ -73,7 +73,7 @@ def is_elementwise(
 def evaluates_once(
     core: Any,
 ) -> bool:
-    "Whether `step(closure)` calls the closure once, before anything else: PyTorch's, but for LBFGS."
+    "Whether `step(closure)` calls the closure once, before all else: PyTorch's do, but LBFGS."
     module = type(core).step.__module__
     return module.startswith("torch.optim") and not isinstance(core, torch.optim.LBFGS)
 
@@ -81,13 +81,13 @@ def evaluates_once(
 def own_methods(
     core: Any,
 ) -> list[str]:
-    "Name the public methods of `core` that not every optimizer has, such as `train` or `first_step`."
+    "Name the public methods of `core` that not every optimizer has, such as `first_step`."
     if not isinstance(core, Optimizer) or type(core).__module__.startswith("torch.optim"):
         return []
     names = [k for k in dir(type(core)) if not k.startswith("_") and not hasattr(Optimizer, k)]
     return [k for k in names if inspect.isfunction(inspect.getattr_static(type(core), k))]
 
-# %% ../../nbs/engine/11_optimizers.ipynb #38d117e5
+# %% ../../nbs/engine/11_optimizers.ipynb #07de0482
 class Shadow:
     "Makes the step of an optimizer for single tensors; the optimizer itself stays as it is."
 

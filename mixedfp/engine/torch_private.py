@@ -8,7 +8,7 @@ __all__ = ['NORMS', 'outside_of_dynamo', 'uncompiled', 'all_hooks', 'hooks_aroun
            'saved_tensors_hooks_now', 'cpu_has_bf16', 'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each',
            'unscale_each_', 'joined', 'apply_to_own', 'count_as_stepped', 'unscales_by_itself', 'active_ddp']
 
-# %% ../../nbs/engine/00_torch_private.ipynb #35dbeff5
+# %% ../../nbs/engine/00_torch_private.ipynb #d88b67e4
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as all_optimizers
 
-# %% ../../nbs/engine/00_torch_private.ipynb #4bf8e2f8
+# %% ../../nbs/engine/00_torch_private.ipynb #600df83f
 def outside_of_dynamo(f: Callable) -> Callable:
     """Have Dynamo run `f` as it is, as `torch.compiler.disable` does.
 
@@ -63,7 +63,7 @@ def hooks_around_step(optimizer: Optimizer) -> tuple[list[Callable], list[Callab
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return [*first.values(), *own[0].values()], [*own[1].values(), *last.values()]
 
-# %% ../../nbs/engine/00_torch_private.ipynb #2c0e628e
+# %% ../../nbs/engine/00_torch_private.ipynb #5dce6b85
 def sequence_number(node: Any) -> int:
     """Return the number of a node, counted by the thread that made it; of a leaf's 2**64 - 1.
 
@@ -114,7 +114,7 @@ def saved_tensors_hooks_now() -> tuple[Callable, Callable] | None:
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-# %% ../../nbs/engine/00_torch_private.ipynb #3cfa7835
+# %% ../../nbs/engine/00_torch_private.ipynb #70a51b3a
 def cpu_has_bf16() -> bool:
     """Whether this x86 CPU has the bfloat16 instructions of AVX-512.
 
@@ -144,7 +144,7 @@ def cpu_has_amx() -> bool:
     """
     return torch.cpu._is_amx_tile_supported()
 
-# %% ../../nbs/engine/00_torch_private.ipynb #6f7d1941
+# %% ../../nbs/engine/00_torch_private.ipynb #a1bdc5a4
 def norm_of_each(
     tensors: list[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
@@ -173,11 +173,12 @@ def joined(tensors: list[Tensor]) -> Tensor:
     """
     return _flatten_dense_tensors(tensors)
 
-# %% ../../nbs/engine/00_torch_private.ipynb #eed23d0b
+# %% ../../nbs/engine/00_torch_private.ipynb #fdd9ea0a
 NORMS = (_BatchNorm, _InstanceNorm)
 """The bases of all norms that keep statistics, lazy ones and SyncBatchNorm among them.
 
-The public classes derive from them, one for each number of dimensions; so do users' own norms. Seen in 2.10 to 2.15.
+The public classes derive from them, one for each number of dimensions; so do users' own norms.
+Seen in 2.10 to 2.15.
 """
 
 

@@ -1,0 +1,246 @@
+"""The forward pass of a 16-bit model: what goes in and comes out, what tools see, what is left.
+
+Oracles: the model's own forward pass, the same model in float32, and the same call made twice.
+"""
+
+import copy
+import inspect
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mixedfp.cast import Policy, model2half
+from mixedfp.engine.forward import install_forward, remove_forward
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.testing import assert_same
+
+FULL, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
+both = pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
+X, Y = torch.randn(16, 4, generator=torch.Generator().manual_seed(3)), torch.arange(16) % 3
+
+
+def half(model, dtype=BF16, before=None, **kwargs):
+    """Return `model`, called with 32-bit tensors and computed in `dtype`."""
+    install_forward(model2half(model, dtype), Policy(dtype, **kwargs), before=before)
+    return model
+
+
+class Plain(nn.Module):
+    """Has names and defaults to be seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, scale=1.0, *more, flag: bool = False, **others):
+        """Compute the logits."""
+        return self.head(self.body(x).relu()) * scale
+
+
+class Ends(nn.Module):
+    """A layer, and an end."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.linear, self.end = nn.Linear(4, 100), end
+
+    def forward(self, x):
+        return self.end(self.linear(x))
+
+
+class Positions(nn.Module):
+    """Makes 32-bit numbers that meet a norm, a recurrent layer and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.rnn = nn.LayerNorm(4), nn.GRU(4, 4, batch_first=True)
+        self.attention, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.norm(x[:, None] + torch.sin(torch.arange(20.0)).view(5, 4))
+        h = self.rnn(h + torch.arange(4.0))[0]
+        return self.out(self.attention(h, h, h, attn_mask=torch.zeros(5, 5))[0].mean(1))
+
+
+def conv():
+    norm = nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(nn.Conv2d(1, 4, 1), *norm, nn.Linear(16, 3))
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+
+# What goes in and comes out
+
+
+
+def test_in_float32_and_after_removal_nothing_is_there():
+    install_forward(model := Plain(), Policy(FULL))
+    assert "forward" not in vars(model)
+    parts = half(nn.ModuleList([nn.Linear(4, 4), nn.ModuleDict({"b": nn.Linear(4, 2)})]))
+    assert parts[1]["b"](parts[0](X)).dtype == FULL
+    remove_forward(parts)
+    assert not any("forward" in vars(m) for m in parts.modules())
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    cache: object
+
+
+@both
+def test_outputs_keep_their_type_and_targets_inside_are_not_rounded(dtype):
+    class Regression(Plain):
+        def forward(self, x, labels=None):
+            y = super().forward(x)
+            return Output(y, X), {"loss": [F.mse_loss(y, labels), None]}, "text"
+
+    labels = torch.full((16, 3), 1 + 2**-12)
+    output, losses, text = half(Regression(), dtype)(X, labels=labels)
+    assert type(output) is Output and output.cache is X and text == "text"
+    assert output.logits.dtype == FULL and losses["loss"][1] is None
+    assert_same(losses["loss"][0], F.mse_loss(output.logits, labels))
+
+
+ENDS = {
+    "softmax": nn.Softmax(-1),
+    "method": lambda y: y.softmax(-1)[:, None].squeeze(1),
+    "log": lambda y: F.log_softmax(y, -1).exp(),
+}
+
+
+@both
+@pytest.mark.parametrize("end", ENDS)
+def test_probabilities_add_up_to_1(end, dtype):
+    assert (half(Ends(ENDS[end]), dtype)(X).sum(-1) - 1).abs().max() < 2e-6
+
+
+@both
+def test_a_sigmoid_does_not_become_1(dtype):
+    model = half(Ends(torch.sigmoid), dtype)
+    with torch.no_grad():
+        model.linear.weight.zero_(), model.linear.bias.fill_(10.0)
+    assert_same(model(X).detach(), torch.sigmoid(torch.full((16, 100), 10.0)))
+
+
+@both
+@pytest.mark.parametrize("native", [False, True])
+def test_32_bit_tensors_inside_are_no_obstacle(dtype, native):
+    model, plain = Positions(), Positions()
+    plain.load_state_dict(model.state_dict())
+    out = half(model, dtype, native=native)(X)
+    torch.testing.assert_close(out, plain(X), rtol=0.05, atol=0.05)
+    F.cross_entropy(out, Y).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_without_autocast_they_are_refused_and_the_rest_is_in_16_bits():
+    with pytest.raises((RuntimeError, ValueError), match="type"):
+        half(Positions(), autocast=False)(X)
+    seen = []
+    half(Ends(lambda y: seen.append(y.softmax(-1).dtype) or y), autocast=False)(X)
+    assert seen == [BF16]
+
+
+# What is raised
+
+
+class Fails(Plain):
+    error, n = RuntimeError("nothing to do with types"), 0
+
+    def forward(self, x):
+        self.n += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [Fails.error, KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_an_exception_leaves_nothing_behind_and_is_itself(error):
+    model = half(Fails())
+    model.error = error
+    with pytest.raises(type(error)) as raised:
+        model(X)
+    assert raised.value is error and model.n == 1
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_constant_beyond_float16_is_named():
+    model = half(Ends(lambda y: y.masked_fill(y > 0, -1e9)), HALF)
+    with pytest.raises(MixedPrecisionError, match=r"Ends is beyond .* 65504.*torch\.finfo"):
+        model(X)
+    assert half(Ends(lambda y: y.masked_fill(y > 0, -1e9)))(X).min() < -9e8
+
+
+# What tools see
+
+
+@both
+def test_the_signature_is_the_models_and_copies_call_themselves(dtype):
+    model, own = half(Plain(), dtype), inspect.signature(Plain().forward)
+    assert inspect.signature(model.forward) == own and model.forward.__name__ == "forward"
+    assert inspect.unwrap(model.forward) == Plain.forward.__get__(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same(other(X), model(X))
+        with torch.no_grad():
+            other.head.weight.zero_(), other.head.bias.zero_()
+        assert not other(X).any() and model(X).any()
+
+
+SHAPES = {Plain: (16, 4), Positions: (16, 4), conv: (4, 1, 2, 2), encoder: (2, 5, 4)}
+
+
+@both
+@pytest.mark.parametrize("make", SHAPES)
+def test_export_trace_and_functional_call(make, dtype):
+    model, x = half(make(), dtype).eval(), torch.randn(SHAPES[make])
+    expected = model(x)
+    exported = torch.export.export(model, (x,)).module()(x)
+    torch.testing.assert_close(exported, expected, rtol=2**-6, atol=2**-6)
+    assert_same(torch.jit.trace(model, x, check_trace=False)(x), expected)
+    assert_same(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), expected)
+
+
+@both
+@pytest.mark.parametrize("make", [Plain, conv, encoder])
+def test_compiled_it_is_one_graph(make, dtype):
+    """The casts of a CPU without 16-bit arithmetic as well."""
+    torch._dynamo.reset()
+    model, x = half(make(), dtype), torch.randn(SHAPES[make])
+    twin, settings = copy.deepcopy(model), dict(backend="aot_eager", fullgraph=True)
+    twin.compile(**settings)
+    out, compiled = model(x), twin(x)
+    assert_same(compiled, out)
+    out.sum().backward(), compiled.sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=2**-5, atol=2**-5)
+    assert_same(torch.compile(model, **settings)(x), out)
+
+
+def test_compiled_recurrent_layers_run_outside_and_the_forward_pass_inside():
+    torch._dynamo.reset()
+    model = Positions()
+    compiled = half(torch.compile(model, backend="aot_eager"))
+    assert "forward" in vars(model)
+    assert_same(compiled(X), model(X))
+    remove_forward(compiled)
+    assert "forward" not in vars(model)
+
+
+@both
+def test_vmap_jvp_checkpoints_and_models_inside_each_other(dtype):
+    model = half(Plain(), dtype)
+    expected = model(X)
+    torch.testing.assert_close(torch.func.vmap(model)(X), expected, rtol=2**-6, atol=2**-6)
+    out, tangent = torch.func.jvp(model, (X,), (torch.ones_like(X),))
+    assert out.dtype == tangent.dtype == FULL
+    for end in (lambda y: checkpoint(torch.relu, y, use_reentrant=False), half(nn.Linear(100, 2))):
+        outer = half(Ends(end), dtype)
+        outer(X).sum().backward()
+        assert outer(X).dtype == FULL and outer.linear.weight.grad is not None

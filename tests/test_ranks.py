@@ -1,0 +1,348 @@
+"""Two processes over gloo agree bit for bit; an inf in one is a skip of both (USERS 28)."""
+
+import copy
+import traceback
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from fastai.callback.training import GradientAccumulation, GradientClip
+from ranks import on_two_ranks
+from tiny import Do, Sometimes, be_distributed, make_dls, make_learner, opt_state, pictures, weights
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
+
+from mixedfp.callback import MixedPrecision
+from mixedfp.engine.ranks import average_over_ranks
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.optimizer import masters_of, with_masters
+from mixedfp.scaler import LossScaler
+from mixedfp.testing import assert_same
+
+accelerate: Any = pytest.importorskip("accelerate")
+
+HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
+FLAT = dict(flat_master=True)
+LAYOUTS = dict(each={}, flat=FLAT)
+
+
+class Net(nn.Module):
+    """Layers that each batch uses, one that some batches use, and one that no batch uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.norm, self.some, self.never = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, use=True):
+        x = self.norm(torch.tanh(self.first(x)))
+        return {"pred": (self.last(x + self.some(x) if use else x), None)}
+
+
+class Tied(Net):
+    """A layer that is called twice, once in a checkpoint with a backward pass of its own."""
+
+    def forward(self, x, use=True):
+        x = checkpoint(self.some, torch.tanh(self.first(x)), use_reentrant=True)
+        return {"pred": (self.last(self.some(x)), None)}
+
+
+class Outer(nn.Module):
+    """A larger module that holds the model with masters, as Lightning's does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.factor = inner, nn.Parameter(torch.ones(()))
+
+    def forward(self, x, use=True):
+        return {"pred": (self.inner(x, use)["pred"][0] * self.factor, None)}
+
+
+def make(net=Net, dtype=BF16, two=False, opt=AdamW, seed=0, settings=None, **layout):
+    """Return a model with masters and its optimizers."""
+    torch.manual_seed(seed)
+    model = net()
+    params = list(model.parameters())
+    parts = [params[:2], params[2:]] if two else [params]
+    opts = [opt(part, lr=0.03, weight_decay=0.1, **(settings or {})) for part in parts]
+    return with_masters(model, *opts, dtype=dtype, **layout)
+
+
+def batch(rank, step, part=0):
+    """Return the inputs of a process."""
+    seed = 100 * rank + 10 * step + part
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, *args):
+    """Return a loss."""
+    return model(*args)["pred"][0].square().mean()
+
+
+def grads_of(model):
+    """Return copies of the gradients."""
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def train(rank, ddp=None, n_parts=1, bad=None, clip=None, outer=False, some=False, **settings):
+    """Train by five steps under DDP; return what both processes must agree on."""
+    settings["seed"] = rank if settings.pop("own_start", False) else 0
+    model, *opts = make(**settings)
+    shared = DistributedDataParallel(Outer(model) if outer else model, **(ddp or {}))
+    is_scaled, grads = settings.get("dtype") == HALF, []
+    scaler = LossScaler("cpu", 256.0, growth_interval=3, enabled=is_scaled)
+    for i in range(5):
+        for k in range(n_parts):
+            x = batch(rank, i, k) * (torch.inf if (rank, i) == (1, bad) else 1)
+            use = not some or rank == i % 2 == 1
+            with nullcontext() if k == n_parts - 1 else shared.no_sync():
+                scaler.scale(loss_of(shared, x, use)).backward()
+        for opt in opts:
+            scaler.unscale_(opt)
+        grads.append(grads_of(model))
+        if clip:
+            clip_grad_norm_(model.parameters(), clip)
+        for opt in opts:
+            scaler.step(opt)
+            opt.zero_grad()
+        scaler.update()
+    return copy.deepcopy(
+        dict(
+            model=[p.detach() for p in shared.parameters()],
+            saved=dict(model.state_dict()),
+            opt=[opt.state_dict() for opt in opts],
+            scale=scaler.get_scale(),
+            skipped=scaler.skipped if is_scaled else masters_of(model).skipped,
+            grads=grads,
+        )
+    )
+
+
+def by_hand(n_parts=1, net=Net):
+    """Return the first step's gradients: the mean of two models, each with a process's batches."""
+    models = [make(net)[0] for _ in range(2)]
+    for rank, model in enumerate(models):
+        for k in range(n_parts):
+            loss_of(model, batch(rank, 0, k)).backward()
+    pairs = zip(*map(grads_of, models), strict=True)
+    return [None if one is None else one / 2 + two / 2 for one, two in pairs]
+
+
+SOME = dict(some=True, ddp=dict(find_unused_parameters=True))
+CASES = {
+    **{f"half-{k}": dict(dtype=HALF, bad=2, **v) for k, v in LAYOUTS.items()},
+    **{f"bf16-{k}": v for k, v in LAYOUTS.items()},
+    **{f"bad-{k}": dict(bad=2, **v) for k, v in LAYOUTS.items()},
+    **{f"parts-{k}": dict(n_parts=3, **v) for k, v in LAYOUTS.items()},
+    **{f"some-{k}": SOME | v for k, v in LAYOUTS.items()},
+    **{f"clip-{k}": dict(dtype=HALF, clip=0.1, opt=SGD, **v) for k, v in LAYOUTS.items()},
+    **{f"two-{k}": dict(two=True, bad=2, dtype=HALF, **v) for k, v in LAYOUTS.items()},
+    **{f"tied-{k}": dict(net=Tied, **v) for k, v in LAYOUTS.items()},
+    **{f"own_start-{k}": dict(own_start=True, **v) for k, v in LAYOUTS.items()},
+    "fused": dict(dtype=HALF, bad=2, settings=dict(fused=True), **FLAT),
+    "remainders": dict(store_param_remainders=True, ddp=dict(init_sync=False), **FLAT),
+    "half_grads": dict(half_grads=True, **FLAT),
+    "views": dict(ddp=dict(gradient_as_bucket_view=True)),
+    "buckets": dict(ddp=dict(bucket_cap_mb=1e-5)),
+    "outer": dict(outer=True),
+}
+
+
+def statistics(rank, is_mixed):
+    """Return the running mean as each of six forward passes finds it."""
+    torch.manual_seed(0)
+    model, found = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), []
+    if is_mixed:
+        model, _ = with_masters(model, SGD(model.parameters(), lr=0.1), dtype=BF16)
+    model[1].register_forward_pre_hook(lambda m, _: found.append(m.running_mean.clone()))
+    ddp = DistributedDataParallel(model)
+    for i, how in enumerate(("", "no_sync", "", "no_grad", "no_grad", "")):
+        with dict(no_sync=ddp.no_sync, no_grad=torch.no_grad).get(how, nullcontext)():
+            out = ddp(batch(rank, i))
+        if out.requires_grad:
+            out.square().mean().backward()
+    return found
+
+
+def message(f, *args, **kwargs):
+    """Return what `f` raises."""
+    try:
+        f(*args, **kwargs)
+    except MixedPrecisionError as e:
+        return str(e)
+
+
+def refusals(rank):
+    """Return the messages of what is refused."""
+    static = DistributedDataParallel(make()[0], static_graph=True)
+    net = type("Opaque", (Net,), {"forward": lambda self, x: iter([x])})
+    opaque = DistributedDataParallel(make(net)[0])
+    table = nn.Parameter(torch.zeros(3, 2))
+    nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum().backward()
+    found = [message(ddp, batch(rank, 0)) for ddp in (static, opaque)]
+    learn = make_learner("adam").to_bf16()
+    with learn.distrib_ctx(sync_bn=False, cpu=True):
+        found.append(message(learn.lr_find, show_plot=False))
+    return [*found, message(average_over_ranks, [table])]
+
+
+def averages(rank):
+    """Return gradients of a complex weight and of a frozen layer."""
+    params = [nn.Parameter(torch.zeros(1, dtype=torch.complex64)), nn.Parameter(torch.zeros(1))]
+    params[0].grad, params[1].grad = torch.tensor([1 + 3j]) * (1 + rank), torch.ones(1) + rank
+    params[1].requires_grad_(False)
+    average_over_ranks(params)
+    return [p.grad for p in params]
+
+
+def uneven(rank):
+    """Train a float32 model by DDP and `join`, the second process with fewer batches."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    opt, scaler = AdamW(model.parameters(), lr=0.1), LossScaler("cpu", 512.0, growth_interval=3)
+    with model.join():
+        for i in range(6 - 2 * rank):
+            loss = model(batch(rank, i)).square().mean() * (torch.inf if (rank, i) == (1, 1) else 1)
+            opt.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+    return [p.detach() for p in model.parameters()], scaler.skipped, scaler.scales[:4]
+
+
+LEARNERS = {
+    "plain": {},
+    "plain, some": dict(model=Sometimes),
+    **{f"full-{k}": dict(dtype=FULL, **v) for k, v in LAYOUTS.items()},
+    "full, some": dict(dtype=FULL, model=Sometimes),
+    **{f"bf16-{k}": dict(dtype=BF16, **v) for k, v in LAYOUTS.items()},
+    **{f"half-{k}": dict(dtype=HALF, bad=True, **v) for k, v in LAYOUTS.items()},
+    "bf16, some": dict(dtype=BF16, model=Sometimes),
+}
+
+
+def fit(rank, dtype=None, bad=False, model=None, **settings):
+    """Fit for two epochs in `distrib_ctx`; return what both processes must agree on."""
+    dls = make_dls(*pictures(40, seed=0), n_valid=8, bs=8)
+    learn = make_learner("adam", dls=dls, **({} if model is None else dict(model=model)))
+    if dtype is not None:
+        learn.add_cb(MixedPrecision(dtype=dtype, loss_scale=64.0, **settings))
+    cbs = [GradientClip(0.5), GradientAccumulation(16)]
+    if bad and rank:
+        spoil = lambda learn: setattr(learn, "xb", (learn.xb[0] * torch.inf,))  # noqa: E731
+        cbs.append(Do("before_batch", spoil, at=1, order=5))
+    some = accelerate.DistributedDataParallelKwargs(find_unused_parameters=model is not None)
+    with learn.distrib_ctx(sync_bn=False, cpu=True, kwargs_handlers=[some]):
+        learn.fit(2, 0.02, cbs=cbs)
+    found = [weights(learn), opt_state(learn), [list(v) for v in learn.recorder.values]]
+    return *found, learn.mp_cb.skipped if dtype is not None else []
+
+
+def work(rank):
+    """Return all results by name; where a case fails, its traceback."""
+    be_distributed(rank)
+    jobs = {name: (train, case) for name, case in CASES.items()}
+    jobs |= {f"fit {name}": (fit, case) for name, case in LEARNERS.items()}
+    jobs |= {f.__name__: (f, {}) for f in (refusals, averages, uneven)}
+    jobs |= {f"statistics {mixed}": (statistics, dict(is_mixed=mixed)) for mixed in (0, 1)}
+    found = {}
+    for name, (f, case) in jobs.items():
+        try:
+            found[name] = f(rank, **case)
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Return a function of a name: the results of both processes."""
+    found = on_two_ranks(work, tmp_path_factory.mktemp("ranks"), ("test_ranks",))
+
+    def of_both(name):
+        for result in found:
+            assert not (isinstance(result[name], str) and "Traceback" in result[name]), result[name]
+        return [result[name] for result in found]
+
+    return of_both
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_both_processes_have_the_same_bits(name, ranks):
+    """Weights, masters, moments, gradients, scales and skips."""
+    one, two = ranks(name)
+    assert_same(one, two)
+    dtypes = {g.dtype for gs in one["grads"] for g in gs if g is not None}
+    assert dtypes == {BF16 if name == "half_grads" else FULL}
+    assert one["skipped"] == ([2] if "bad" in CASES[name] else [])
+    assert one["scale"] == 128.0 or name not in ("half-each", "fused")
+
+
+@pytest.mark.parametrize("name", ["bf16-each", "parts-each", "parts-flat", "tied-each", "outer"])
+def test_gradients_are_the_mean_of_both_processes(name, ranks):
+    """Bit for bit, in float32, also where they accumulate under `no_sync`."""
+    settings = {k: v for k, v in CASES[name].items() if k in ("n_parts", "net")}
+    assert_same(ranks(name)[0]["grads"][0], by_hand(**settings))
+
+
+SAME = [(n, n.replace("-flat", "-each")) for n in CASES if n.endswith("-flat")]
+SAME += [(n, "bf16-each") for n in ("views", "buckets", "own_start-each")]
+
+
+@pytest.mark.parametrize("name, other", SAME)
+def test_what_changes_no_bit(name, other, ranks):
+    """Flat masters, DDP's buckets; weights of another start: all have the first process's."""
+    assert_same(ranks(name), ranks(other))
+
+
+def test_a_layer_that_no_process_uses_does_not_move(ranks):
+    """Neither by weight decay nor by zeros; a layer that one process uses does."""
+    saved, begun = ranks("some-each")[0]["saved"], make()[0].state_dict()
+    assert_same(saved["never.weight"], begun["never.weight"])
+    assert not saved["some.weight"].equal(begun["some.weight"])
+
+
+@pytest.mark.parametrize("mixed", [0, 1])
+def test_buffers_are_sent_when_plain_ddp_sends_them(mixed, ranks):
+    """Not after a forward pass under `no_sync` or without gradients."""
+    one, two = ranks(f"statistics {mixed}")
+    same = [a.equal(b) for a, b in zip(one, two, strict=True)]
+    assert same == [True, True, False, True, False, False]
+
+
+def test_what_is_refused(ranks):
+    """`lr_find` would hang: only the first process has written weights to load again."""
+    messages = (
+        "leave static_graph",
+        "found in the list_iterator",
+        "lr_find would hang",
+        "(sparse=False)",
+    )
+    for found in ranks("refusals"):
+        assert all(part in text for part, text in zip(messages, found, strict=True))
+
+
+def test_complex_gradients_and_those_of_frozen_layers_are_averaged(ranks):
+    for found in ranks("averages"):
+        assert_same(found, [torch.tensor([1.5 + 4.5j]), torch.tensor([1.5])])
+
+
+def test_uneven_batches_of_a_float32_model(ranks):
+    """Both skip the same step at the same scale, while both run."""
+    one, two = ranks("uneven")
+    assert_same(one, two)
+    assert one[1:] == ([1], [512.0, 512.0, 256.0, 256.0])
+
+
+@pytest.mark.parametrize("name", list(LEARNERS))
+def test_learners_agree(name, ranks):
+    """A float32 learner is plain fastai's bit for bit; an inf in one process skips both."""
+    one, two = ranks(f"fit {name}")
+    assert_same(one, two)
+    if "full" in name:
+        assert_same(one, ranks("fit plain, some" if "some" in name else "fit plain")[0])
+    assert one[3] == ([0] if "half" in name else [])

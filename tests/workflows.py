@@ -1,0 +1,579 @@
+"""Ways of working: each function is one, its name says which. Laws hold for all of them.
+
+In `LOOPS` a workflow is given a `Loop` of tests/laws.py and calls its verbs; in `FITS` it is given
+a fastai `Learner`. Plain training, masters and masters kept by hand go through the same lines.
+"""
+
+import copy
+import io
+from contextlib import suppress
+from functools import partial
+
+import fastai.callback.schedule  # noqa: F401, gives Learner fit_one_cycle, fine_tune, lr_find
+import torch
+import torch.nn.functional as F
+from fastai.basics import DataLoaders
+from fastai.callback.channelslast import ChannelsLast
+from fastai.callback.core import (
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+)
+from fastai.callback.tracker import SaveModelCallback
+from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.losses import LabelSmoothingCrossEntropyFlat
+from fastai.optimizer import Adam
+from tiny import Do, torch_optimizer
+from torch import nn
+
+LOOPS, BY_HAND, FITS = {}, {}, {}
+
+
+def loop(f):
+    """Register a workflow of plain loops."""
+    LOOPS[f.__name__] = f
+    return f
+
+
+def by_hand(f):
+    """Register one that masters kept by hand can go through as well."""
+    BY_HAND[f.__name__] = f
+    return loop(f)
+
+
+def fit(f):
+    """Register a workflow of fastai."""
+    FITS[f.__name__] = f
+    return f
+
+
+# Plain loops
+
+
+@by_hand
+def iterating(run):
+    run.iterate(5)
+
+
+@by_hand
+def scaling_the_loss(run):
+    run.scale_by(2.0**10)
+    run.iterate(4)
+
+
+@by_hand
+def clipping(run):
+    run.scale_by(2.0**4)
+    for i in range(4):
+        run.backward(i)
+        run.unscale()
+        if i % 2:
+            run.see(nn.utils.clip_grad_norm_(run.with_grads, 0.1))
+        else:
+            nn.utils.clip_grad_value_(run.with_grads, 0.01)
+        run.step()
+        run.zero_grad()
+
+
+@by_hand
+def accumulating(run):
+    for i in range(6):
+        run.backward(i)
+        if i % 3 == 2:
+            run.step()
+            run.zero_grad(set_to_none=i == 2)
+
+
+@by_hand
+def freezing(run):
+    run.iterate(2)
+    run.train_only("head")
+    run.iterate(2)
+    run.train_only("stem", "layers", "head")
+    run.zero_grad()
+    run.iterate(2)
+
+
+@by_hand
+def setting_rates(run):
+    run.iterate(2)
+    for i, group in enumerate(run.opt.param_groups):
+        group["lr"] = group["lr"] / (2 + i)
+    run.iterate(2)
+
+
+@by_hand
+def keeping_zero_gradients(run):
+    for i in range(4):
+        run.zero_grad(set_to_none=False)
+        run.backward(i)
+        run.step()
+
+
+@loop
+def following_a_schedule(run):
+    schedules = torch.optim.lr_scheduler.StepLR(run.opt, 2, 0.5), None
+    for i in range(5):
+        run.iterate(1, i)
+        for schedule in schedules[:1]:
+            schedule.step()
+    run.see(schedules[0].get_last_lr())
+
+
+@loop
+def scheduling_one_cycle(run):
+    cycles = any(k in run.opt.defaults for k in ("momentum", "betas"))
+    make = torch.optim.lr_scheduler.OneCycleLR
+    schedule = make(run.opt, 0.1, total_steps=20, cycle_momentum=cycles)
+    for i in range(5):
+        run.iterate(1, i)
+        schedule.step()
+    run.see([dict(g, params=None) for g in run.opt.param_groups])
+
+
+@loop
+def adding_a_group(run):
+    new = run.leave_out("layers")
+    run.iterate(2)
+    if new:
+        run.opt.add_param_group({"params": new, "lr": 0.03125})
+    run.iterate(3)
+
+
+@loop
+def calling_a_closure(run):
+    for i in range(3):
+        run.step_with_closure(i)
+    if not run.needs_closure:
+        run.iterate(1)
+
+
+@loop
+def stepping_twice_and_without_gradients(run):
+    run.zero_grad()
+    run.opt.step()
+    run.backward(0)
+    run.opt.step()
+    run.opt.step()
+    run.zero_grad()
+    run.opt.step()
+    run.iterate(1)
+
+
+@loop
+def writing_weights(run):
+    run.iterate(2)
+    with torch.no_grad():
+        run.params[0].mul_(0.5)
+        run.params[-1].fill_(0.25)
+    run.iterate(1)
+    run.model.head.weight.data = run.model.head.weight.data * 0.5
+    nn.init.eye_(run.model.head.weight)
+    vector = nn.utils.parameters_to_vector(run.model.head.parameters())
+    nn.utils.vector_to_parameters(vector / 2, run.model.head.parameters())
+    run.iterate(2)
+
+
+@loop
+def editing_gradients(run):
+    for i in range(4):
+        run.zero_grad()
+        run.backward(i)
+        p, q = run.model.head.parameters()
+        if i == 0:
+            p.grad = None
+            q.grad = torch.zeros_like(q, dtype=torch.float32)
+        elif i == 1:
+            p.grad.mul_(0.5)
+            q.grad = q.grad * 0.5
+        elif i == 2:
+            p.grad.data = p.grad.data * 0.5
+        run.step()
+
+
+@loop
+def toggling_as_lightning_does(run):
+    run.iterate(1)
+    head = set(run.model.head.parameters())
+    for group in run.opt.param_groups:
+        for p in group["params"]:
+            p.requires_grad_(p in head or not p.is_floating_point())
+    run.iterate(2)
+    run.train_only("stem", "layers", "head")
+    run.iterate(1)
+
+
+@loop
+def hooking_the_step(run):
+    def halve(opt, *_):
+        for group in opt.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    before = run.opt.register_step_pre_hook(halve)
+    after = run.opt.register_step_post_hook(lambda *_: run.see("stepped"))
+    run.iterate(2)
+    before.remove(), after.remove()
+    run.iterate(1)
+
+
+@loop
+def looking_at_everything(run):
+    for i in range(3):
+        run.backward(i)
+        run.look()
+        run.step()
+        run.look()
+        with torch.no_grad():
+            run.model.eval()
+            run.loss(50)
+            run.model.train()
+        run.zero_grad()
+
+
+@loop
+def going_back_to_a_file(run):
+    run.iterate(2)
+    file = io.BytesIO()
+    torch.save(run.state(), file)
+    run.iterate(2)
+    file.seek(0)
+    run.load(torch.load(file, weights_only=True))
+    run.iterate(2)
+
+
+@loop
+def reloading_between_backward_and_step(run):
+    run.iterate(1)
+    run.backward(1)
+    run.load(copy.deepcopy(run.state()))
+    run.step()
+    run.zero_grad()
+    run.iterate(1)
+
+
+@loop
+def going_to_float32_and_back(run):
+    run.iterate(2)
+    run.there_and_back()
+    run.iterate(2)
+
+
+@loop
+def interrupting_passes(run):
+    run.iterate(1)
+    for when in ("forward", "backward"):
+        with suppress(KeyboardInterrupt):
+            run.backward(1, stop=when)
+        run.zero_grad()
+        run.iterate(1)
+
+
+@loop
+def penalizing_gradients(run):
+    for i in range(3):
+        run.zero_grad()
+        loss = run.loss(i)
+        p = run.model.head.weight
+        (g,) = torch.autograd.grad(loss, [p], create_graph=True)
+        (loss + g.float().square().sum()).backward()
+        run.step()
+
+
+@loop
+def dropping_the_gradients_of_the_model(run):
+    for i in range(3):
+        run.backward(i)
+        run.model.zero_grad()
+        run.backward(i + 1)
+        run.step()
+        for p in run.params:
+            p.grad = None
+
+
+# fastai: lr 0.1 and a weight decay that cannot be overlooked
+
+SEARCH = {"num_it": 4, "show_plot": False, "suggest_funcs": None}
+
+
+@fit
+def fitting_in_one_cycle(learn):
+    learn.fit(1, 0.05, wd=0.5)
+    learn.fit_one_cycle(1, slice(0.01, 0.1), wd=0.1)
+
+
+@fit
+def fitting_flat_then_cosine_then_warm_restarts(learn):
+    learn.fit_flat_cos(1, slice(0.01, 0.05), pct_start=0.25, wd=0.1)
+    learn.fit_sgdr(1, 1, 0.05, wd=0.1)
+
+
+@fit
+def fine_tuning(learn):
+    learn.fine_tune(1, 0.05, freeze_epochs=1, wd=0.5)
+
+
+@fit
+def freezing_and_unfreezing(learn):
+    learn.freeze_to(-1)
+    learn.fit(1, slice(0.1), wd=0.5)
+    learn.unfreeze()
+    learn.fit_one_cycle(1, slice(0.01, 0.1), wd=0.1)
+    learn.freeze_to(-2)
+    learn.fit(1, 0.02)
+
+
+@fit
+def unfreezing_in_a_callback(learn):
+    learn.freeze()
+    unfreeze = Do("before_batch", lambda learn: learn.unfreeze(), at=2)
+    learn.fit(1, slice(0.01, 0.1), wd=0.5, cbs=unfreeze)
+    freeze = Do("after_batch", lambda learn: learn.freeze(), at=1)
+    learn.fit(1, slice(0.01, 0.1), cbs=freeze)
+
+
+@fit
+def freezing_between_backward_and_step(learn):
+    freeze = Do("before_step", lambda learn: learn.freeze(), at=1)
+    thaw = Do("after_step", lambda learn: learn.unfreeze(), at=2)
+    learn.fit(1, 0.05, wd=0.1, cbs=[freeze, thaw])
+    learn.fit(1, 0.05)
+
+
+@fit
+def finding_a_rate(learn):
+    learn.lr_find(**SEARCH)
+    learn.fit(1, 0.05, wd=0.5)
+    learn.freeze()
+    learn.lr_find(**SEARCH, stop_div=False)
+    learn.fit(1, 0.05)
+
+
+@fit
+def finding_rates_until_all_is_nan(learn):
+    learn.fit(1, 0.05, wd=0.1)
+    learn.lr_find(start_lr=1.0, end_lr=1e15, stop_div=False, **SEARCH | {"num_it": 8})
+    torch.manual_seed(0)  # fastai's search goes on, and draws more for its dropout
+    learn.fit(1, 0.05, wd=0.1)
+
+
+@fit
+def clipping_norms(learn):
+    learn.fit(2, 0.1, wd=0.5, cbs=GradientClip(0.1))
+
+
+@fit
+def accumulating_batches(learn):
+    learn.fit(2, 0.1, wd=0.5, cbs=GradientAccumulation(10))  # two and a half: some are left over
+
+
+@fit
+def clipping_what_was_accumulated(learn):
+    learn.fit(2, 0.1, wd=0.5, cbs=[GradientClip(0.1), GradientAccumulation(8)])
+
+
+@fit
+def starting_over(learn):
+    learn.fit_one_cycle(1, 0.1, wd=0.5)
+    learn.fit_one_cycle(1, slice(0.01, 0.05), reset_opt=True)
+    learn.create_opt()
+    learn.fit(1, 0.05, cbs=Do("after_batch", lambda learn: learn.create_opt(), at=1))
+
+
+@fit
+def starting_at_a_later_epoch(learn):
+    learn.fit(0)
+    learn.fit_one_cycle(2, 0.05, start_epoch=1)
+
+
+@fit
+def looking_on(learn):
+    look = [Do(event, _look) for event in ("before_step", "after_step", "after_batch")]
+    learn.fit(2, 0.05, wd=0.5, cbs=look)
+
+
+def _look(learn):
+    learn.opt.state_dict(), learn.model.state_dict(), repr(learn.opt)
+    assert learn.opt.param_lists[0][0] is next(learn.model.parameters())
+
+
+@fit
+def clamping_weights(learn):
+    learn.fit(1, 0.1, wd=0.5, cbs=Do("after_step", _clamp))
+    learn.fit(1, 0.1, cbs=Do("after_batch", _clamp, at=1))
+
+
+@torch.no_grad()
+def _clamp(learn):
+    for p in learn.model.head.parameters():
+        p.clamp_(-0.0625, 0.0625)  # exact in 16 bits too
+
+
+@fit
+def changing_the_memory_format(learn):
+    learn.fit(1, 0.05, wd=0.5, cbs=ChannelsLast())
+    learn.model.to(memory_format=torch.contiguous_format)
+    learn.fit(1, 0.05)
+
+
+@fit
+def moving_the_model(learn):
+    learn.fit(1, 0.05, wd=0.5)
+    learn.model.to(learn.dls.device).eval()
+    learn.dls.to("cpu"), learn.to("cpu")
+    learn.fit(1, 0.05)
+
+
+@fit
+def exchanging_the_head(learn):
+    learn.fit(1, 0.05, wd=0.5)
+    learn.model.head = nn.Linear(4, 2)
+    learn.create_opt()
+    learn.fit(1, 0.05)
+
+
+@fit
+def exchanging_the_model(learn):
+    learn.fit(1, 0.05, wd=0.1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        learn.model = learn.model.net.build()
+    learn.create_opt()
+    learn.fit(1, 0.05)
+
+
+@fit
+def saving_and_loading(learn):
+    learn.fit(1, 0.05, wd=0.5)
+    learn.save("one")
+    learn.fit(1, 0.1)
+    learn.load("one")
+    learn.fit(1, 0.05)
+    learn.load("one", with_opt=False)
+    learn.fit(1, 0.05)
+
+
+@fit
+def keeping_the_best(learn):
+    best = SaveModelCallback(fname="best", with_opt=True)
+    learn.fit(2, 0.1, wd=0.5, cbs=best)
+    learn.fit(1, 0.05)
+
+
+CANCELLED = [
+    ("before_step", CancelStepException),
+    ("before_step", CancelBatchException),
+    ("after_backward", CancelBatchException),
+    ("after_loss", CancelBatchException),
+    ("after_pred", CancelBatchException),
+    ("after_step", CancelBatchException),
+    ("before_step", CancelTrainException),
+    ("after_step", CancelEpochException),
+    ("before_batch", CancelFitException),
+]
+
+
+def _raise(error, learn):
+    raise error
+
+
+@fit
+def calling_steps_off(learn):
+    for i, (event, error) in enumerate(CANCELLED):
+        cancel = Do(event, partial(_raise, error), at=1, order=(5, 60)[i % 2])
+        learn.fit(1, 0.05, wd=0.5, cbs=cancel)
+
+
+@fit
+def validating_inside(learn):
+    learn.fit(1, 0.05, wd=0.5)
+    learn.get_preds()
+    learn.validate()
+    predict = Do("after_epoch", lambda learn: learn.get_preds(inner=True, reorder=False))
+    predict.only_training = False
+    learn.fit(2, 0.05, cbs=predict)
+
+
+@fit
+def setting_hypers(learn):
+    def set_hypers(learn):
+        learn.opt.set_hypers(lr=slice(0.02, 0.08), wd=0.2)
+        learn.opt.hypers[0]["lr"] = 0.03
+
+    late = Do("before_step", lambda learn: learn.opt.set_hyper("lr", 0.02), at=2)
+    learn.fit(1, 0.03, wd=0.1, cbs=[Do("after_batch", set_hypers, at=0), late])
+    learn.opt.set_hypers(lr=slice(0.01, 0.05), wd=0.2)
+    learn.fit(1, slice(0.01, 0.05))
+
+
+@fit
+def changing_data_and_loss(learn):
+    learn.fit(1, 0.05, wd=0.1)
+    learn.dls = DataLoaders(*(dl.new(bs=2) for dl in learn.dls.loaders))
+    learn.loss_func = LabelSmoothingCrossEntropyFlat()
+    other = Do("after_batch", lambda learn: setattr(learn, "loss_func", F.cross_entropy), at=1)
+    learn.fit(1, 0.05, cbs=other)
+
+
+@fit
+def changing_the_defaults(learn):
+    learn.lr, learn.wd, learn.moms = 0.02, 0.3, (0.5, 0.25, 0.5)
+    learn.fit_one_cycle(1)
+    learn.wd_bn_bias, learn.train_bn = True, False
+    learn.create_opt()
+    learn.freeze()
+    learn.fit(1)
+
+
+@fit
+def changing_optimizer_and_splitter(learn):
+    learn.fit(1, 0.05, wd=0.1)
+    learn.opt_func = partial(Adam, eps=0.1)  # or it blows rounding up where gradients are small
+    learn.fit(1, 0.01, reset_opt=True)
+    learn.opt_func, learn.opt = torch_optimizer(torch.optim.AdamW, eps=0.1), None
+    learn.splitter = lambda model: [
+        list(model.head.parameters()),
+        [*model.stem.parameters(), *model.layers.parameters()],
+    ]
+    learn.fit(1, slice(0.001, 0.01))
+
+
+@fit
+def evaluating_while_training(learn):
+    learn.fit(2, 0.05, wd=0.1, cbs=Do("before_batch", lambda learn: learn.model.eval(), at=1))
+
+
+@fit
+def taking_callbacks_off_for_a_block(learn):
+    clip = GradientClip(0.1)
+    with learn.added_cbs([clip]):
+        learn.fit(1, 0.05, wd=0.1)
+    learn.add_cb(clip)
+    with learn.removed_cbs(clip), learn.no_bar(), learn.no_logging():
+        learn.fit(1, 0.05)
+    learn.remove_cb(GradientClip)
+
+
+@fit
+def training_batch_by_batch(learn):
+    learn.fit(1, 0.05, wd=0.1)
+    batches = list(learn.dls.train)
+    learn.n_epoch, learn.n_iter, learn.dl = 1, len(batches), learn.dls.train
+    with learn:
+        learn("before_train")
+        for i, b in enumerate(batches):
+            learn.one_batch(i, b)
+    learn.one_batch(0, batches[0])
+    learn.fit(1, 0.05)
+
+
+@fit
+def stopping_a_fit_with_ctrl_c(learn):
+    for event, order in (("after_backward", 5), ("before_step", 60), ("after_step", 5)):
+        stop = Do(event, partial(_raise, KeyboardInterrupt), at=2, order=order)
+        with suppress(KeyboardInterrupt):
+            learn.fit(1, 0.05, wd=0.1, cbs=stop)
+    learn.fit(1, 0.05)
