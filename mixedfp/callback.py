@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['mixed_precision', 'MixedPrecision', 'same_random_state', 'GradNorm', 'PrecisionRecorder']
 
-# %% ../nbs/10_callback.ipynb #02891f45
+# %% ../nbs/10_callback.ipynb #a793c068
 import copy
 import random
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ from .report import precision_report as report_of
 from .scaler import LossScaler
 from .step import MixedStep
 
-# %% ../nbs/10_callback.ipynb #d3d2cf51
+# %% ../nbs/10_callback.ipynb #f9da7ccb
 _OF_FASTAI = (AutocastMixedPrecision, NonNativeMixedPrecision)
 
 
@@ -335,12 +335,12 @@ class MixedPrecision(Callback):
 
     @property
     def model_params(self) -> list[list[nn.Parameter]]:
-        "The parameters that have masters: one list a group of the optimizer."
+        "What is trained: two lists a group, weights; parameters of norms and biases."
         return self._masters().param_lists(_groups(self.learn))
 
     @property
     def master_params(self) -> list[list[torch.Tensor]]:
-        "Their float32 masters; flat: vectors. Stored as remainders: copies, to be read."
+        "Their float32 masters; flat: one vector a list, a copy to be read."
         return self._masters().master_lists(_groups(self.learn))
 
     def float_model(self) -> nn.Module:
@@ -377,7 +377,7 @@ class MixedPrecision(Callback):
 
 mixed_precision = partial(MixedPrecision)  # `cbs=mixed_precision(flat_master=True)`
 
-# %% ../nbs/10_callback.ipynb #fbd79b40
+# %% ../nbs/10_callback.ipynb #3fc07036
 def _first_scale(loss_scale, init_scale):
     if init_scale is None:
         return check_positive("loss_scale", loss_scale)
@@ -409,7 +409,7 @@ def same_random_state():
     finally:
         set_random_states(**states)
 
-# %% ../nbs/10_callback.ipynb #b9b0ec29
+# %% ../nbs/10_callback.ipynb #16327ed8
 def _use(learn, cb):
     "Exchange the mixed precision of `learn` for `cb`; where `cb` refuses, it is in float32."
     learn.to_fp32().add_cb(cb)
@@ -458,7 +458,7 @@ def find_overflow(
     "Find where the inf or nan of a batch came from, and what helps; see `MixedPrecision`."
     return self.mp_cb.find_overflow(batch)
 
-# %% ../nbs/10_callback.ipynb #6cb5974d
+# %% ../nbs/10_callback.ipynb #4c02b09b
 @contextmanager
 def _same_batches(dl):
     "Leave the batches of `dl`, and all random numbers, as they are."
@@ -521,7 +521,7 @@ def precision_report(
     model: Any = self.model
     return report_of(model, _some_batches(self, n_batches), _loss_of(self), dtype, **settings)
 
-# %% ../nbs/10_callback.ipynb #d0c21bd4
+# %% ../nbs/10_callback.ipynb #8730f6f6
 class GradNorm(Callback):
     "Adds up the norm of the unscaled gradients of each step, before they are clipped."
 

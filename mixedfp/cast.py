@@ -148,7 +148,7 @@ def as_patterns(
 ) -> tuple:
     "List what `keep_fp32=` names, one by one. Raises: TypeError for anything but types and names."
     is_one = isinstance(keep_fp32, nn.Module | str | type) or not isinstance(keep_fp32, Iterable)
-    patterns = (keep_fp32,) if is_one else tuple(keep_fp32)
+    patterns = (keep_fp32,) if is_one else tuple(keep_fp32)  # pyright: ignore
     for p in patterns:
         if not isinstance(p, str) and not (isinstance(p, type) and issubclass(p, nn.Module)):
             is_module = isinstance(p, nn.Module)
@@ -345,7 +345,7 @@ class Policy:
         flags = [f.name for f in fields(self) if f.type is bool]
         checked = {name: check_flag(name, getattr(self, name)) for name in flags}
         checked |= dict(dtype=check_dtype(self.dtype), keep_fp32=as_patterns(self.keep_fp32))
-        checked["state_dtype"] = _check_state_dtype(self.state_dtype)
+        checked["state_dtype"] = _check_state_dtype(self.state_dtype)  # pyright: ignore
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.store_param_remainders and self.dtype != torch.bfloat16:

@@ -358,10 +358,10 @@ def find_overflow(
     trace, seen = _search(run, False)
     if trace.first is None:
         return None
-    is_benign = trace.first[0] == "backward" or "softmax" in seen.get("operation", "")
+    is_benign = trace.first[0] == "backward" or "softmax" in seen.get("operation", "")  # pyright: ignore
     if not seen.get("is_producer", True) and not is_benign:  # a -inf before it was no mask
         trace, seen = _search(run, True)
-    phase, (name, number) = trace.first
+    phase, (name, number) = trace.first  # pyright: ignore
     columns = list(_columns_out_of_range(batch, policy.dtype)) if phase == "forward" else []
     cause = seen.get("cause", "inf or nan")
     if phase == "constant":  # PyTorch raised
@@ -376,10 +376,10 @@ def find_overflow(
     elif phase == "forward" and (weight := _describe_weight(run, name)):
         seen, cause = {}, weight
     kinds = dict(full.named_modules())
-    seen = dict(line=trace.line) | seen | dict(cause=cause + _describe_scope(run, phase))
+    seen = dict(line=trace.line) | seen | dict(cause=cause + _describe_scope(run, phase))  # pyright: ignore
     fixes = _fixes(run, phase, name, columns)
     kind = type(kinds[name]).__name__ if name in kinds else ""
-    return Overflow(phase, name, kind, number, fixes=fixes, step=step, **seen)
+    return Overflow(phase, name, kind, number, fixes=fixes, step=step, **seen)  # pyright: ignore
 
 
 def _search(run, is_strict):

@@ -420,7 +420,7 @@ class _Twins:
             before, q.grad = q.detach().clone(), self.grads[q] / n_batches
             shadow.refresh()
             with torch.no_grad():
-                shadow.step(group, q, map_tensors(torch.clone, to_float(state)))
+                shadow.step(group, q, map_tensors(torch.clone, to_float(state)))  # pyright: ignore
             update, w = q.detach() - before, before.to(h.dtype)
             self.tape.add(is_lost(w, update).sum(), name, "lost")
             self.tape.add((update != 0).sum(), name, "updated")
@@ -740,7 +740,7 @@ def policy_for(
         dtype = max(set(kinds), key=kinds.count) if kinds else torch.float16
     given = dict(keep_fp32=keep_fp32, native=native)
     given = {k: getattr(known, k) if v is None else v for k, v in given.items()}
-    return Policy(dtype, autocast=known.autocast, **given)
+    return Policy(dtype, autocast=known.autocast, **given)  # pyright: ignore
 
 
 def _half_dtypes(model):
@@ -785,7 +785,7 @@ def _examine(model, batches, loss_func, training, settings, opt=None):
         kind = type(modules[name]).__name__ if name in modules else ""
         rows.append(ModuleNumbers(name, kind, found, ps, twins.dtypes, settings))
     losses = [[v for [v] in found["loss", is_full]] for is_full in (True, False)]
-    return PrecisionReport(rows, settings, tuple(sum(v) / len(v) for v in losses))
+    return PrecisionReport(rows, settings, tuple(sum(v) / len(v) for v in losses))  # pyright: ignore
 
 # %% ../nbs/11_report.ipynb #1e3bee69
 # Okabe and Ito's, https://jfly.uni-koeln.de/color
@@ -863,7 +863,7 @@ def _plot_snr(report, _, ax):
     if any(-math.inf in column for column in values.values()):
         ax.plot([], [], "x", color="black", ms=4, label="inf or nan")
     ax.axvline(MIN_OWN_SNR, color=_RED, ls="--", lw=1, label="error a tenth of the output")
-    ax.hlines([i + 0.5 for i in range(len(modules) - 1)], *ax.get_xlim(), color=_GREY, lw=0.3)
+    ax.hlines([i + 0.5 for i in range(len(modules) - 1)], *ax.get_xlim(), color=_GREY, lw=0.3)  # pyright: ignore
     name = NumberFormat.of(report.settings["dtype"]).name
     return _finish(ax, modules, f"signal to noise of {name} against float32 (dB)", 3)
 

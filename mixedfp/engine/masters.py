@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_model', 'warn_if_rounded', 'keep_low_bits', 'KeptBuffer', 'Masters', 'masters_of', 'as_own_storage']
 
-# %% ../../nbs/engine/07_masters.ipynb #e3108828
+# %% ../../nbs/engine/07_masters.ipynb #8372da69
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,11 +23,12 @@ from ..cast import Policy, drop_casts, find_kept, is_castable, model2half, what_
 from .forward import remove_forward
 from .torch_private import all_hooks
 from ..formats import MixedPrecisionError
+from ..master import norm_bias_ids
 from ..nested import warn_once
 from ..scaler import SkipCount
 from ..sharded import is_sharded
 
-# %% ../../nbs/engine/07_masters.ipynb #bbe5aebd
+# %% ../../nbs/engine/07_masters.ipynb #85270080
 def check_model(
     model: nn.Module,
 ) -> None:
@@ -70,7 +71,7 @@ def _check_tensor(name, t):
             "model.to_empty(device='cpu') and initialize it first"
         )
 
-# %% ../../nbs/engine/07_masters.ipynb #4666b71b
+# %% ../../nbs/engine/07_masters.ipynb #91a3e1df
 def warn_if_rounded(
     weights: Mapping[str, Tensor],  # by name; the float32 masters will start from these
     when: str,  # ends the sentence "`name` is in bfloat16 …"
@@ -95,7 +96,7 @@ def _warn_if_inf(name, half, master):
                 f"inf there. Use bfloat16, or keep_fp32=[{name!r}]"
             )
 
-# %% ../../nbs/engine/07_masters.ipynb #e2d66b73
+# %% ../../nbs/engine/07_masters.ipynb #d5c8d67a
 def keep_low_bits(
     now: Tensor,  # what the model holds; 16 or 32 bits
     full: Tensor,  # the same shape; what `now` was rounded from
@@ -120,7 +121,7 @@ class KeptBuffer:
             return now.to(full.dtype)
         return keep_low_bits(now, full)
 
-# %% ../../nbs/engine/07_masters.ipynb #8cefd154
+# %% ../../nbs/engine/07_masters.ipynb #47143279
 _version, _data_ptr = attrgetter("_version"), Tensor.data_ptr
 _ATTRIBUTE = "_mixedfp_masters"  # of the model: where `masters_of` finds them
 
@@ -311,21 +312,23 @@ class Masters:
         self,
         groups: list[list[Parameter]],  # of an optimizer
     ) -> list[list[Parameter]]:
-        "Return the parameters of each group that have masters and are trained."
-        return [[p for p in ps if p in self.index and p.requires_grad] for ps in groups]
+        "Return what is trained, two lists a group: weights; parameters of norms and biases."
+        second, lists = norm_bias_ids(self.model), []
+        for ps in groups:
+            ps = [p for p in ps if p in self.index and p.requires_grad]
+            lists.append([p for p in ps if id(p) not in second])
+            lists.append([p for p in ps if id(p) in second])
+        return lists
 
     def master_lists(
         self,
         groups: list[list[Parameter]],  # of an optimizer
     ) -> list[list[Tensor]]:
-        "Return the masters of `param_lists`; flat: each vector that holds one of them, once."
-        lists = []
-        for ps in self.param_lists(groups):
-            indices = [self.index[p] for p in ps]
-            found = [v.full_vector() for v in self.vectors if set(indices) & v.offsets.keys()]
-            rest = [i for i in indices if not any(i in v.offsets for v in self.vectors)]
-            lists.append(found + [self.full(i) for i in rest])
-        return lists
+        "Return the masters of `param_lists`; flat: a vector a list, a copy to be read."
+        lists = [[self[p] for p in ps] for ps in self.param_lists(groups)]
+        if not self.policy.flat_master:
+            return lists
+        return [[torch.cat([m.reshape(-1) for m in ms])] if ms else [] for ms in lists]
 
     def _adopt_masters(self, written):
         for h, m, now, was in zip(self.half, self.master, written, self._written, strict=True):
@@ -453,7 +456,7 @@ def masters_of(
     "Return the masters of `model`, None if it has none."
     return vars(model).get(_ATTRIBUTE)
 
-# %% ../../nbs/engine/07_masters.ipynb #edb50658
+# %% ../../nbs/engine/07_masters.ipynb #3633c3cd
 def _full_dtype(p):
     "float32 for what is trained in 16 bits; a frozen weight keeps the dtype that it has."
     is_trained = p.requires_grad or p.grad is not None
@@ -483,7 +486,7 @@ def _clean(model, ids):
             vars(m).pop(name, None)
     remove_forward(model)
 
-# %% ../../nbs/engine/07_masters.ipynb #ea747065
+# %% ../../nbs/engine/07_masters.ipynb #baf33693
 def as_own_storage(
     t: Tensor,  # perhaps a part of a larger tensor, all of which a file of `t` would hold
 ) -> Tensor:  # the same memory
@@ -554,7 +557,7 @@ def _end_load(masters, module, incompatible):
     if masters.snapshot is not None:
         masters.snapshot.save()
 
-# %% ../../nbs/engine/07_masters.ipynb #a35b6046
+# %% ../../nbs/engine/07_masters.ipynb #75854e90
 @contextmanager
 def _as_it_is(model):
     "Have `model` copied and pickled as any other module while the block runs."
