@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['mixed_precision', 'MixedPrecision', 'same_random_state', 'GradNorm', 'PrecisionRecorder']
 
-# %% ../nbs/10_callback.ipynb #a793c068
+# %% ../nbs/10_callback.ipynb #5e80e5ff
 import copy
 import random
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .cast import Policy
-from .engine.forward import install_forward
+from .engine.forward import install_forward, remove_forward
 from .formats import MixedPrecisionError
 from .nested import check_flag, check_positive, check_steps
 from .overflow import NOT_AGAIN, Overflow, random_state
@@ -36,7 +36,7 @@ from .report import precision_report as report_of
 from .scaler import LossScaler
 from .step import MixedStep
 
-# %% ../nbs/10_callback.ipynb #f9da7ccb
+# %% ../nbs/10_callback.ipynb #ff809730
 _OF_FASTAI = (AutocastMixedPrecision, NonNativeMixedPrecision)
 
 
@@ -160,8 +160,7 @@ class MixedPrecision(Callback):
         try:
             self.mixed.attach(self.model)
             for net in self._nets_of_gan():
-                if "forward" not in vars(net):
-                    install_forward(net, self.mixed.policy)
+                install_forward(net, self.mixed.policy)
             vars(self.learn).setdefault("create_opt", self._create_opt)
             self._wrap_opt()
         except Exception:
@@ -189,7 +188,7 @@ class MixedPrecision(Callback):
             del self.learn.create_opt
         if self.mixed.is_attached:
             for net in self._nets_of_gan():
-                vars(net).pop("forward", None)
+                remove_forward(net)
             self.mixed.detach()
             self._reset_states()
 
@@ -377,7 +376,7 @@ class MixedPrecision(Callback):
 
 mixed_precision = partial(MixedPrecision)  # `cbs=mixed_precision(flat_master=True)`
 
-# %% ../nbs/10_callback.ipynb #3fc07036
+# %% ../nbs/10_callback.ipynb #9aecde9b
 def _first_scale(loss_scale, init_scale):
     if init_scale is None:
         return check_positive("loss_scale", loss_scale)
@@ -409,7 +408,7 @@ def same_random_state():
     finally:
         set_random_states(**states)
 
-# %% ../nbs/10_callback.ipynb #16327ed8
+# %% ../nbs/10_callback.ipynb #d11e58e5
 def _use(learn, cb):
     "Exchange the mixed precision of `learn` for `cb`; where `cb` refuses, it is in float32."
     learn.to_fp32().add_cb(cb)
@@ -458,7 +457,7 @@ def find_overflow(
     "Find where the inf or nan of a batch came from, and what helps; see `MixedPrecision`."
     return self.mp_cb.find_overflow(batch)
 
-# %% ../nbs/10_callback.ipynb #4c02b09b
+# %% ../nbs/10_callback.ipynb #2b846e7f
 @contextmanager
 def _same_batches(dl):
     "Leave the batches of `dl`, and all random numbers, as they are."
@@ -521,7 +520,7 @@ def precision_report(
     model: Any = self.model
     return report_of(model, _some_batches(self, n_batches), _loss_of(self), dtype, **settings)
 
-# %% ../nbs/10_callback.ipynb #8730f6f6
+# %% ../nbs/10_callback.ipynb #037782ea
 class GradNorm(Callback):
     "Adds up the norm of the unscaled gradients of each step, before they are clipped."
 
