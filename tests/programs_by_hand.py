@@ -174,9 +174,8 @@ class Run:
         self.scaler.update()
         if self.is_plain and self.scaler.get_scale() < before:
             self.undo()
-            if self.program.opt.name == "SGD":  # PyTorch's fused one makes momenta without values
-                self.opt.state.clear()
-                self.opt.state.update(states)
+            self.opt.state.clear()  # PyTorch's fused optimizers make states where they skip
+            self.opt.state.update(states)
         elif not is_stopped:
             self.keep()
         self.is_unscaled = True
