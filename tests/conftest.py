@@ -14,7 +14,6 @@ import torch
 from hypothesis import settings
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
-pytest_plugins = ["tables"]
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 # The same examples on each run; no deadline, since a busy machine is no bug.
