@@ -437,10 +437,10 @@ class Masters:
             self.sync()
         for i, p in enumerate(self.params):
             g, p.grad = p.grad, None
-            if self.half:  # a copy's parameters are new
-                p.grad_dtype = None
             m = self.full(i)
             p.data = m.clone() if m.untyped_storage().nbytes() > m.nbytes else m
+            if self.half:  # a copy's parameters are new
+                p.grad_dtype = m.dtype
             p.grad = None if g is None else g.to(m.dtype)
         for m in self.model.modules():
             m._buffers |= {k: self.full_buffer(m, k, b) for k, b in _castable_buffers(m)}
