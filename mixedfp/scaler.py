@@ -302,9 +302,9 @@ class LossScaler(GradScaler):
         "Whether the gradients of `optimizer` held inf or nan when they were checked."
         return optimizer in self._known and bool(self._known[optimizer].found)
 
-    def forget(self, optimizer: Any) -> None:
-        "Take the gradients of `optimizer` for those of the losses of this iteration."
-        self._known.pop(optimizer, None)
+    def release(self, optimizer: Any) -> None:
+        "Divide the gradients of `optimizer` by their scale, and forget it."
+        _multiply_(optimizer, 1 / self._known.pop(optimizer, _Gradients(self.used_scale)).scale)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients unless `unscale_` has, and step if they are finite.

@@ -214,8 +214,7 @@ class MasterStep:
         return done
 
     def _end(self):
-        if self.is_half:
-            self.masters.snapshot.save()
+        self.masters.snapshot.save()
         self.masters.skips.record.add_step(False)
 
     def skip(self) -> None:
@@ -440,6 +439,8 @@ class MixedStep:
     def detach(self) -> None:
         "Give model and optimizer back in float32: the weights are the masters, bit for bit."
         if self._masters is not None:
+            if self.opt is not None:  # an accumulation may have been left unfinished
+                self.scaler.release(self.opt)
             masters, self._masters = self._masters, None
             masters.restore()
             self.opt = self.layers = self.loss = self._inputs = None

@@ -8,8 +8,10 @@ from typing import Any
 
 from nets import LAYERS, STEMS, Layer, Net
 
+KINDS = tuple(k for k in LAYERS if k != "complex")  # PyTorch's scaler and clipping refuse it
 
-def random_net(rng, kinds=tuple(LAYERS), most=4):
+
+def random_net(rng, kinds=KINDS, most=4):
     """Return a network drawn from `rng`, a `random.Random`."""
     layers = [
         Layer(

@@ -235,6 +235,8 @@ class Step(NamedTuple):
             return with_closure(run)
         if not any(run.params[i].grad is not None for i in run.held):
             return  # `GradScaler` raises
+        if run.is_unscaled and run.program.scale is not None:
+            return  # `GradScaler` divides once more what it has divided: ours does not
         if self.unscale or self.clip:
             run.scaler.unscale_(run.opt)
         if self.clip == "norm":

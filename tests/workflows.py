@@ -174,6 +174,10 @@ def writing_weights(run):
     vector = nn.utils.parameters_to_vector(run.model.head.parameters())
     nn.utils.vector_to_parameters(vector / 2, run.model.head.parameters())
     run.iterate(2)
+    run.zero_grad()
+    run.backward(9)
+    run.model.head.weight.data = run.model.head.weight.data * 0.5  # between backward and step
+    run.step()
 
 
 @loop

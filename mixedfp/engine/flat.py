@@ -271,6 +271,7 @@ class ChunkLoop:
     @torch.no_grad()
     def step(self, inv_scale: float | None = None) -> None:
         "Step all parameters that have a gradient."
+        self.masters.sync()
         lists = param_lists(self.core)
         params = [p for ps in lists for p in ps]
         grads = list(map(_grad, params))
@@ -279,19 +280,20 @@ class ChunkLoop:
             lay_out(self.masters, lists)
             self._make_plan(lists, kinds)
         self.shadow.refresh()
-        for run in self.runs:
-            for chunk in run.chunks:
-                chunk.gather(inv_scale)
-                self._load_states(chunk)
-                state = self.shadow.step(run.group, chunk.param, chunk.state)
-                self._store_states(chunk, state)
-                chunk.store()
-            self._share_numbers(run)
-        stepped = [p for run in self.runs for p in run.params]
-        torch.autograd.graph.increment_version(stepped)
+        with self.masters.writing([p for run in self.runs for p in run.params]):
+            for run in self.runs:
+                for chunk in run.chunks:
+                    self._step_chunk(chunk, inv_scale)
+                self._share_numbers(run)
         self.seen = params, kinds, list(map(self.core.state.get, params)), self.masters.vectors
-        self.masters.note()
         self._step_loose(inv_scale)
+
+    def _step_chunk(self, chunk, inv_scale):
+        chunk.gather(inv_scale)
+        self._load_states(chunk)
+        state = self.shadow.step(chunk.run.group, chunk.param, chunk.state)
+        self._store_states(chunk, state)
+        chunk.store()
 
     def _is_current(self, params, kinds):
         if self.seen is None or self.seen[3] is not self.masters.vectors:
@@ -396,7 +398,9 @@ class ChunkLoop:
                     p.grad = p.grad.to(torch.promote_types(p.dtype, torch.float32))
                     if inv_scale is not None:
                         p.grad.mul_(inv_scale)
-                    self.core.state[p] = self.shadow.step(group, p, self.core.state.get(p) or {})
+                    state = self.shadow.step(group, p, self.core.state.get(p) or {})
+                    if state:
+                        self.core.state[p] = state
 
     def export(self, name: str, value: Any) -> Any:
         "Return what a file holds of one entry of a state: memory of its own, in float32."

@@ -201,6 +201,19 @@ class Masters:
         self._versions = list(map(_version, self.params))
         self._addresses = list(map(_data_ptr, self.params))
         self._written = [None if m is None else m._version for m in self.master]
+        self.is_writing = False
+
+    @contextmanager
+    def writing(self, params: list[Parameter]) -> Iterator[None]:
+        "Count what the block writes into `params` as ours, also if an interrupt ends it."
+        self.is_writing = True  # until `note`
+        try:
+            yield
+        except BaseException:
+            self.round_all()
+            raise
+        torch.autograd.graph.increment_version(params)
+        self.note()
 
     # --- the swap ---
 
@@ -285,6 +298,8 @@ class Masters:
         "Adopt weights that other code has written, moved or cast since the last step."
         if self.is_shown:
             return
+        if self.is_writing:  # an interrupt came before `note`
+            self.round_all()
         try:
             versions = list(map(_version, self.params))
             addresses = list(map(_data_ptr, self.params))
@@ -401,6 +416,7 @@ class Masters:
 
     def __getstate__(self) -> dict:
         """Return what a copy of the model needs to become a plain float32 model."""
+        self.sync()
         full = [self.full(i).detach().clone() for i in range(len(self.params))]
         drop = dict(vectors=[], steps=[], snapshot=None, half=[], is_shown=False)
         return vars(self) | dict(master=full) | drop
