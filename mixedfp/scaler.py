@@ -302,6 +302,10 @@ class LossScaler(GradScaler):
         "Whether the gradients of `optimizer` held inf or nan when they were checked."
         return optimizer in self._known and bool(self._known[optimizer].found)
 
+    def adopt(self, optimizer: Any) -> None:
+        "Take the gradients that `optimizer` has already for unscaled ones."
+        self._known[optimizer] = _Gradients(1.0)
+
     def release(self, optimizer: Any) -> None:
         "Divide the gradients of `optimizer` by their scale, and forget it."
         _multiply_(optimizer, 1 / self._known.pop(optimizer, _Gradients(self.used_scale)).scale)

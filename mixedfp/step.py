@@ -366,6 +366,7 @@ class MixedStep:
                 self.opt.remove()
             self.opt = None
             self.opt = MasterStep(opt, self.masters)
+            self.scaler.adopt(self.opt)
             extras = {"loss_scale": self.scaler if self.scaler.is_enabled() else None}
             extras["layer_scales"] = self.layers  # pyright: ignore
             self.opt.extras = {k: o for k, o in extras.items() if o is not None}

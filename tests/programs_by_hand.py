@@ -126,7 +126,7 @@ class Run:
         self.see("trained", [p.requires_grad for p in self.params])
         self.see("scale", self.scaler.get_scale())
         if self.dtype in (torch.float16, torch.bfloat16):
-            self.see("half weights", [p.detach() for p in self.params])
+            self.see("half weights", [p.detach() for p in self.params if p.numel()])
 
     def end(self):
         """Remember how it ended; masters go back into the model as they are."""

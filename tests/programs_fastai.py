@@ -155,7 +155,7 @@ class Run:
     def see_half(self):
         """Remember what the model computes with, and the scale."""
         if self.dtype in (torch.float16, torch.bfloat16):
-            self.see("half weights", [p.detach() for p in self.params])
+            self.see("half weights", [p.detach() for p in self.params if p.numel()])
             self.see("scales", self.learn.mp_cb.scales)
 
 
