@@ -26,7 +26,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .cast import Policy
-from .engine.forward import install_forward, remove_forward
+
 from .formats import MixedPrecisionError
 from .nested import check_flag, check_positive, check_steps
 from .overflow import NOT_AGAIN, Overflow, random_state
@@ -104,7 +104,7 @@ class MixedPrecision(Callback):
         bounds: Any = dict(min_scale=min_scale, max_scale=max_scale, max_skips=max_skips)
         scaler = LossScaler(None, first, *rule, is_scaling, dynamic=dynamic, **bounds)
         self.mixed = MixedStep(policy, scaler, layer_scales)
-        self._last_loss: dict[bool | None, tuple] = {}  # loss, and whether it was finite; a GAN: 2
+        self._last_loss: Any = None  # that of the batch before
         self._suspect: Any = None  # the last batch that was skipped
         self._random_state: Any = None  # from the first skip on: before this batch
 
@@ -144,23 +144,21 @@ class MixedPrecision(Callback):
                 "Look for the rate in one process, outside of distrib_ctx"
             )
         self._attach()
-        self._last_loss = {}
+        self._last_loss = None
 
     def before_train(self) -> None:
         "Adopt what other callbacks did to the model since the last epoch."
         self.mixed.attach(self.model)
 
     def _attach(self):
-        if self._is_gan() and self.mixed.layer_scales is not None:
+        if "gan_trainer" in vars(self.learn):
             raise MixedPrecisionError(
                 "the loss of a GANLearner calls generator and critic outside of the model's "
-                "forward pass, where layer_scales have no effect: leave them out"
+                "forward pass: train it in float32, without mixed precision"
             )
         is_new = not self.mixed.is_attached
         try:
             self.mixed.attach(self.model)
-            for net in self._nets_of_gan():
-                install_forward(net, self.mixed.policy)
             vars(self.learn).setdefault("create_opt", self._create_opt)
             self._wrap_opt()
         except Exception:
@@ -187,8 +185,6 @@ class MixedPrecision(Callback):
         if vars(self.learn).get("create_opt") == self._create_opt:
             del self.learn.create_opt
         if self.mixed.is_attached:
-            for net in self._nets_of_gan():
-                remove_forward(net)
             self.mixed.detach()
             self._reset_states()
 
@@ -205,8 +201,6 @@ class MixedPrecision(Callback):
             self._wrap_opt()
         if not self.training:
             return
-        if self._is_gan() and self.learn.gan_trainer.clip is not None:
-            self.mixed.masters.adopt_all()  # it clips `p.data`, which no version counts
         if self._suspect is not None:
             self._random_state = random_state(next(self.model.parameters()).device)
         self.mixed.begin(self.xb)
@@ -223,12 +217,9 @@ class MixedPrecision(Callback):
             self._show_last_finite_loss()
 
     def _show_last_finite_loss(self):
-        loss, is_finite = self.loss.detach(), self.loss.detach().isfinite()
-        of_net = self.model.gen_mode if self._is_gan() else None
-        last, was_finite = self._last_loss.get(of_net, (None, True))
+        loss, last, self._last_loss = self.loss.detach(), self._last_loss, self.loss.detach()
         if last is not None and last.shape == loss.shape:
-            self.learn.loss = torch.where(is_finite | ~was_finite, loss, last)
-        self._last_loss[of_net] = loss, is_finite
+            self.learn.loss = torch.where(loss.isfinite() | ~last.isfinite(), loss, last)
 
     def before_step(self) -> None:
         "Unscale and check the gradients; skip the step where one is inf or nan."
@@ -264,14 +255,6 @@ class MixedPrecision(Callback):
             return False
         return distributed.is_initialized() and distributed.get_world_size() > 1
 
-    # --- two nets in turn: a GANLearner calls them from the loss as well ---
-
-    def _is_gan(self):
-        return "gan_trainer" in vars(self.learn)
-
-    def _nets_of_gan(self) -> list:
-        gan: Any = self.mixed.masters.model
-        return [gan.generator, gan.critic] if hasattr(gan, "gen_mode") else []  # a GANModule
 
     # --- where an inf came from ---
 

@@ -257,6 +257,8 @@ class Checkpoint(Callback):
         counts = [(cb.name, {k: vars(cb)[k] for k in _COUNTS if k in vars(cb)})
                   for cb in self._counting()]
         progress = {"n_done": self.epoch + 1, "train_iter": self.train_iter, "callbacks": counts}
+        mixed = _scaling(self.learn)
+        progress["grad_scale"] = 1.0 if mixed is None else mixed.scaler.scale_of(mixed.opt)
         scales = {k: scaler.state_dict() for k, scaler in _scalers(self.learn).items()}
         return {"format": _FORMAT, "ranks": ranks, **progress, **scales}
 
@@ -273,10 +275,15 @@ class Checkpoint(Callback):
             warn_once(f"the checkpoint is of {len(ranks)} process(es), and here are {here}: the "
                       "batches differ from those of an unbroken run")
         own = ranks[min(rank_distrib(), len(ranks) - 1)]
+        mixed, factor = _scaling(self.learn), 1.0
+        if mixed is None:
+            factor = 1 / saved["grad_scale"]
+        else:
+            mixed.scaler.adopt(mixed.opt, saved["grad_scale"])
         for k, p in get_model(self.model).named_parameters():
             g = own["grads"].get(k)
             dtype = None if g is None else p.grad_dtype or g.dtype
-            p.grad = None if g is None else torch.zeros_like(p, dtype=dtype).copy_(g)
+            p.grad = None if g is None else torch.zeros_like(p, dtype=dtype).copy_(g * factor)
         for cb, (name, counts) in zip(self._counting(), saved["callbacks"], strict=False):
             if cb.name == name:
                 vars(cb).update(counts, run=True)
@@ -305,6 +312,12 @@ def _groups(opt):
     if "hypers" in opt:  # fastai's own: the state has an entry for each parameter
         return [sorted(h) for h in opt["hypers"]], len(opt["state"])
     return [(sorted(g), len(g["params"])) for g in opt.get("param_groups", [])]
+
+
+def _scaling(learn):
+    "The mixed precision of a Learner whose losses are scaled, None for others."
+    cb = vars(learn).get("mp_cb")
+    return None if cb is None or not cb.mixed.scaler.is_enabled() else cb.mixed
 
 
 def _scalers(learn):

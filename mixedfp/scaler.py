@@ -302,13 +302,18 @@ class LossScaler(GradScaler):
         "Whether the gradients of `optimizer` held inf or nan when they were checked."
         return optimizer in self._known and bool(self._known[optimizer].found)
 
-    def adopt(self, optimizer: Any) -> None:
-        "Take the gradients that `optimizer` has already for unscaled ones."
-        self._known[optimizer] = _Gradients(1.0)
+    def scale_of(self, optimizer: Any) -> float:
+        "The scale that the gradients of `optimizer` are multiplied by."
+        return self._known[optimizer].scale if optimizer in self._known else self.used_scale
+
+    def adopt(self, optimizer: Any, scale: float = 1.0) -> None:
+        "Take the gradients that `optimizer` has already for ones multiplied by `scale`."
+        self._known[optimizer] = _Gradients(scale)
 
     def release(self, optimizer: Any) -> None:
         "Divide the gradients of `optimizer` by their scale, and forget it."
-        _multiply_(optimizer, 1 / self._known.pop(optimizer, _Gradients(self.used_scale)).scale)
+        _multiply_(optimizer, 1 / self.scale_of(optimizer))
+        self._known.pop(optimizer, None)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients unless `unscale_` has, and step if they are finite.

@@ -363,6 +363,7 @@ class MixedStep:
         "Have `opt` step the masters. Raises: MixedPrecisionError if it cannot."
         if self.opt is None or self.opt.opt is not opt:
             if self.opt is not None:
+                self.scaler.release(self.opt)
                 self.opt.remove()
             self.opt = None
             self.opt = MasterStep(opt, self.masters)

@@ -271,7 +271,7 @@ def test_optimizers_skip_alone_and_an_iteration_counts_once(bad, n_updates, fuse
     assert [p[0].item() for p in params] == [0.75 + 0.125 * (i in bad) for i in range(3)]
 
 
-@pytest.mark.parametrize("updates", [{"g"}, {"d", "g"}], ids=str)
+@pytest.mark.parametrize("updates", ["g", "dg"])
 @pytest.mark.parametrize("overflow", [None, 2])
 def test_an_adversarial_loop_is_that_without_scaling(updates, overflow):
     """The generator's loss passes through the discriminator, which has stepped already."""

@@ -316,12 +316,6 @@ class Masters:
                 self._adopt(i)
         self.note()
 
-    @torch.no_grad()
-    def adopt_all(self) -> None:
-        "Adopt writes through `p.data`, which nothing counts."
-        for i in range(len(self.params)):
-            self._adopt(i)
-        self.note()
 
     def param_lists(
         self,

@@ -19,117 +19,72 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim import optimizer as all_optimizers
+from torch.optim import optimizer as optimizers
 
 # %% ../../nbs/engine/00_torch_private.ipynb #600df83f
 def outside_of_dynamo(f: Callable) -> Callable:
-    """Have Dynamo run `f` as it is, as `torch.compiler.disable` does.
-
-    That one imports the compiler, a second's work, when it decorates.
-    Seen in 2.10 to 2.15: `torch._disable_dynamo`.
-    """
+    "Have Dynamo run `f` as it is. `torch.compiler.disable` imports the compiler: a second's work."
     return torch._disable_dynamo(f)
 
 
 def uncompiled(module: Any) -> Any:
-    """Return the module inside of what `torch.compile` has returned; any other is its own.
-
-    Nothing public leads back to it. Seen in 2.10 to 2.15: `OptimizedModule._orig_mod`.
-    """
+    "Return the module inside of what `torch.compile` has returned; any other is its own."
     return getattr(module, "_orig_mod", module)
 
 
 def all_hooks(module: nn.Module) -> list[dict]:
-    """Return the dicts that hold all hooks of `module`, each by the id of its handle.
-
-    A handle knows the hooks of the module that it came from, not those of a copy.
-    Seen in 2.10 to 2.15: the names below.
-    """
+    "Return the dicts with all hooks of `module`, by handle id: a handle cannot remove a copy's."
     names = """_forward_pre_hooks _forward_hooks _forward_pre_hooks_with_kwargs
     _forward_hooks_with_kwargs _forward_hooks_always_called _state_dict_hooks
     _load_state_dict_pre_hooks _load_state_dict_post_hooks"""
     return [getattr(module, name) for name in names.split()]
 
 
-def hooks_around_step(optimizer: Optimizer) -> tuple[list[Callable], list[Callable]]:
-    """Return the hooks before and after a step of `optimizer`: its own and those of all optimizers.
-
-    Hooks are registered in public, and found in private. Seen in 2.10 to 2.15: the names below.
-    """
-    first, last = (
-        all_optimizers._global_optimizer_pre_hooks,
-        all_optimizers._global_optimizer_post_hooks,
-    )
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return [*first.values(), *own[0].values()], [*own[1].values(), *last.values()]
+def hooks_around_step(opt: Optimizer) -> tuple[list[Callable], list[Callable]]:
+    "Return the hooks before and after a step of `opt`: its own and those of all optimizers."
+    before, after = opt._optimizer_step_pre_hooks, opt._optimizer_step_post_hooks
+    first, last = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    return [*first.values(), *before.values()], [*after.values(), *last.values()]
 
 # %% ../../nbs/engine/00_torch_private.ipynb #5dce6b85
 def sequence_number(node: Any) -> int:
-    """Return the number of a node, counted by the thread that made it; of a leaf's 2**64 - 1.
-
-    `torch.autograd.graph.Node` shows none. Seen in 2.10 to 2.15: `_sequence_nr()` of each node.
-    """
+    "Return the number of a node, counted by the thread that made it; of a leaf 2**64 - 1."
     return node._sequence_nr()
 
 
 def next_sequence_number() -> int:
-    """Return the number that the next node of this thread gets.
-
-    Nothing public tells it. Seen in 2.10 to 2.15: `torch.autograd._get_sequence_nr`.
-    """
+    "Return the number that the next node of this thread gets."
     return torch.autograd._get_sequence_nr()
 
 
 def backward_id() -> int:
-    """Return the number of the backward pass that is running in this thread, -1 where none is.
-
-    Nothing public tells two passes apart. Seen in 2.10 to 2.15: `torch._C._current_graph_task_id`.
-    """
+    "Return the number of the backward pass that is running in this thread, -1 where none is."
     return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(f: Callable[[], Any]) -> None:
-    """Have `f` called when the backward pass ends that is running now.
-
-    A hook of a parameter is called before the next one, none after all of them.
-    Seen in 2.10 to 2.15: `Variable._execution_engine.queue_callback`.
-    """
+    "Have `f` called when the running backward pass ends; a parameter's hook comes before that."
     torch.autograd.Variable._execution_engine.queue_callback(f)
 
 
 def may_hook_saved_tensors() -> bool:
-    """Whether such a pair may be entered: `torch.func` forbids it.
-
-    No public function tells it. Seen in 2.10 to 2.15:
-    `torch._C._autograd._saved_tensors_hooks_is_enabled`.
-    """
+    "Whether hooks for saved tensors may be entered: `torch.func` forbids it."
     return torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
+@outside_of_dynamo
 def saved_tensors_hooks_now() -> tuple[Callable, Callable] | None:
-    """Return the innermost pair of `torch.autograd.graph.saved_tensors_hooks`, if there is one.
-
-    The public class enters a pair; no public function returns it.
-    Seen in 2.10 to 2.15: `torch._C._autograd._top_saved_tensors_default_hooks`.
-    """
+    "Return the innermost pair of `torch.autograd.graph.saved_tensors_hooks`, if there is one."
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 # %% ../../nbs/engine/00_torch_private.ipynb #70a51b3a
 def cpu_has_bf16() -> bool:
-    """Whether this x86 CPU has the bfloat16 instructions of AVX-512.
-
-    `torch.cpu.get_capabilities` is not in 2.10.
-    Seen in 2.10 to 2.15: `torch.cpu._is_avx512_bf16_supported`.
-    """
+    "Whether this x86 CPU has the bfloat16 instructions of AVX-512."
     return torch.cpu._is_avx512_bf16_supported()
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether oneDNN multiplies bfloat16 matrices on this x86 CPU; else PyTorch's loops do.
-
-    These take 9 to 21 times as long as in float32, measured on a CPU with AVX2 alone.
-    Seen in 2.10 to 2.15: `torch.ops.mkldnn._is_mkldnn_bf16_supported`.
-    """
+    "Whether oneDNN multiplies bfloat16 matrices on this x86 CPU: PyTorch's loops are slow."
     try:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     except (AttributeError, RuntimeError):  # a build without oneDNN has those loops alone
@@ -137,80 +92,47 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def cpu_has_amx() -> bool:
-    """Whether this x86 CPU has the matrix tiles of AMX.
-
-    `torch.cpu.get_capabilities` is not in 2.10.
-    Seen in 2.10 to 2.15: `torch.cpu._is_amx_tile_supported`.
-    """
+    "Whether this x86 CPU has the matrix tiles of AMX."
     return torch.cpu._is_amx_tile_supported()
 
 # %% ../../nbs/engine/00_torch_private.ipynb #a1bdc5a4
 def norm_of_each(
     tensors: list[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Return the norm of each of `tensors`, (), in its dtype or as that of a copy in `dtype`.
-
-    `torch.nn.utils.get_total_norm` returns one number. Seen in 2.10 to 2.15: `torch._foreach_norm`.
-    """
+    "Return the norm of each of `tensors`, (), in its dtype or as that of a copy in `dtype`."
     return list(torch._foreach_norm(tensors, order, dtype)) if tensors else []
 
 
 def unscale_each_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Multiply `grads`, of one device and dtype, by `inv_scale`; 1 in `found_inf` if not finite.
-
-    `GradScaler` visits each in Python before it. Seen in 2.10 to 2.15:
-    `torch._amp_foreach_non_finite_check_and_unscale_`.
-    """
+    "Multiply `grads`, of one device and dtype, by `inv_scale`; 1 in `found_inf` if not finite."
     with torch.no_grad():
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
 def joined(tensors: list[Tensor]) -> Tensor:
-    """Return one vector, a copy, with the numbers of `tensors`, which are dense.
-
-    `torch.nn.utils.parameters_to_vector` visits each in Python. Seen in 2.10 to 2.15:
-    `torch._utils._flatten_dense_tensors`.
-    """
+    "Return one vector, a copy, with the numbers of `tensors`, which are dense."
     return _flatten_dense_tensors(tensors)
 
 # %% ../../nbs/engine/00_torch_private.ipynb #fdd9ea0a
 NORMS = (_BatchNorm, _InstanceNorm)
-"""The bases of all norms that keep statistics, lazy ones and SyncBatchNorm among them.
-
-The public classes derive from them, one for each number of dimensions; so do users' own norms.
-Seen in 2.10 to 2.15.
-"""
+"The bases of all norms that keep statistics: lazy ones, SyncBatchNorm, users' own."
 
 
 def apply_to_own(module: nn.Module, f: Callable[[Tensor], Tensor]) -> None:
-    """Put `f(t)` in the place of each parameter, gradient and buffer `t` of `module` alone.
-
-    `Module.to` casts complex numbers, too, and goes through the children. What a module does
-    beside it, an LSTM with its flat weights, is done. Seen in 2.10 to 2.15: `Module._apply`.
-    """
-    module._apply(f, recurse=False)
+    "Put `f(t)` in the place of each parameter, gradient and buffer `t` of `module` alone."
+    module._apply(f, recurse=False)  # an LSTM gathers its flat weights again
 
 
 def count_as_stepped(optimizer: Any) -> None:
-    """Tell the schedules of `optimizer` that it has stepped, though `step` was not called.
-
-    They would warn that they come before the first step. Seen in 2.10 to 2.15: `_opt_called`.
-    """
+    "Tell the schedules of `optimizer` that it has stepped: else they warn after a skipped step."
     optimizer._opt_called = True
 
 
 def unscales_by_itself(optimizer: Any) -> bool:
-    """Whether a step of `optimizer` takes `grad_scale` and `found_inf`, as fused ones do.
-
-    `GradScaler.step` reads the same attribute. Seen in 2.10 to 2.15: `_step_supports_amp_scaling`.
-    """
+    "Whether a step of `optimizer` takes `grad_scale` and `found_inf`, as fused ones do."
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """Return the `DistributedDataParallel` whose forward pass is running, if one is.
-
-    What it wraps does not know of it. Seen in 2.10 to 2.15, with two processes:
-    `DistributedDataParallel._active_ddp_module`.
-    """
+    "Return the `DistributedDataParallel` whose forward pass is running, if one is."
     return DistributedDataParallel._active_ddp_module
