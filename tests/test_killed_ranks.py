@@ -22,6 +22,7 @@ from ranks import on_ranks, run_as_script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
 from mixedfp.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
