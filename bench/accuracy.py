@@ -13,7 +13,6 @@ import argparse
 import csv
 import json
 import platform
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -89,28 +88,14 @@ def train_all(args: argparse.Namespace, path: Path) -> list[dict]:
             for name in args.precisions:
                 if (name, lr, seed) in done:
                     continue
-                result = train_once(
-                    name,
-                    lambda s: get_dls(seed=s),
-                    MODELS[args.model],
-                    args.opt,
-                    args.epochs,
-                    lr,
-                    seed,
-                    report,
-                )
+                make_model = MODELS[args.model]
+                result = train_once(name, get_dls, make_model, args.opt, args.epochs, lr, seed)
                 rows.append({**{k: getattr(result, k) for k in COLUMNS if k != "lr"}, "lr": lr})
                 with path.open("w", newline="") as f:
                     writer = csv.DictWriter(f, COLUMNS)
                     writer.writeheader()
                     writer.writerows(rows)
     return rows
-
-
-def report(text: str) -> None:
-    """Show the progress of a run, an epoch a line."""
-    if not text.startswith("\r"):  # a line that the next one overwrites
-        print(text, file=sys.stderr, flush=True)
 
 
 def read(path: Path) -> list[dict]:

@@ -26,7 +26,6 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .cast import Policy
-
 from .formats import MixedPrecisionError
 from .nested import check_flag, check_positive, check_steps
 from .overflow import NOT_AGAIN, Overflow, random_state
@@ -50,6 +49,13 @@ class _Suspect(NamedTuple):
     step: int | None
 
 
+class _SetLearn:
+    "Sets a callback's `learn`; without `__get__` it is read as any other attribute."
+
+    def __set__(self, cb, learn):
+        cb._join(learn)
+
+
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
@@ -60,6 +66,7 @@ class MixedPrecision(Callback):
     """
 
     order = 10  # as fastai's own: GradientAccumulation comes before it, GradientClip after it
+    learn: Any = _SetLearn()
 
     def __init__(
         self,
@@ -84,6 +91,7 @@ class MixedPrecision(Callback):
         half_grads: bool = False,  # flat: gradients stay in 16 bits, and scaled, until the step
         skip_nonfinite: bool = True,  # bfloat16: skip a step with inf or nan in the gradients
     ):
+        vars(self)["learn"] = None
         settings: Any = dict(
             dtype=dtype,
             flat_master=flat_master,
@@ -108,19 +116,13 @@ class MixedPrecision(Callback):
         self._suspect: Any = None  # the last batch that was skipped
         self._random_state: Any = None  # from the first skip on: before this batch
 
-    @property
-    def learn(self) -> Learner:  # None outside of one
-        "The Learner that this is a callback of."
-        found: Any = vars(self).get("_learn")
-        return found
-
-    @learn.setter
-    def learn(self, learn):
+    def _join(self, learn):
+        "Be the mixed precision of `learn`; None: of the Learner no more, which is in float32."
         if learn is None and self.learn is not None:
             self._detach()
             if vars(self.learn).get("mp_cb") is self:
                 del self.learn.mp_cb
-        vars(self)["_learn"] = learn
+        vars(self)["learn"] = learn
         if learn is not None:
             learn.mp_cb = self
 
@@ -213,12 +215,9 @@ class MixedPrecision(Callback):
         "Show the true loss again; that of the batch before where a single batch has overflowed."
         if self.mixed.loss is not None:
             self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
-        if self.mixed.may_skip and not self._is_searching():
-            self._show_last_finite_loss()
-
-    def _show_last_finite_loss(self):
         loss, last, self._last_loss = self.loss.detach(), self._last_loss, self.loss.detach()
-        if last is not None and last.shape == loss.shape:
+        is_shown = not self.mixed.may_skip or "lr_finder" in vars(self.learn)
+        if not is_shown and last is not None and last.shape == loss.shape:
             self.learn.loss = torch.where(loss.isfinite() | ~last.isfinite(), loss, last)
 
     def before_step(self) -> None:

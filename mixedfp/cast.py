@@ -43,7 +43,11 @@ def to_float(
     o: Any,  # predictions: a tensor, or any nesting that `map_tensors` knows
 ) -> Any:  # the same, 16-bit floats in float32
     "Cast the 16-bit tensors of `o` to float32, so that the loss is computed in 32 bits."
-    return map_tensors(lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t, o)
+    return _widened(o) if isinstance(o, Tensor) else map_tensors(_widened, o)
+
+
+def _widened(t):
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 # %% ../nbs/02_cast.ipynb #d9a0fec4
 def is_castable(

@@ -50,6 +50,9 @@ def check_dtype(
     return found
 
 # %% ../nbs/01a_nested.ipynb #8a02268c
+_PLAIN = int, float, str, type(None)  # most of what is no tensor
+
+
 def map_tensors(
     f: Callable[[Tensor], Tensor],  # applied to each tensor
     o: Any,  # a tensor, or any nesting of tuples, namedtuples, lists, dicts and dataclasses
@@ -58,7 +61,7 @@ def map_tensors(
     if isinstance(o, Tensor):
         return f(o)
     if isinstance(o, list | tuple):
-        new = [map_tensors(f, v) for v in o]
+        new = [v if isinstance(v, _PLAIN) else map_tensors(f, v) for v in o]
         if not is_compiling() and all(map(is_, new, o)):  # Dynamo does not compare tuples
             return o
         return type(o)(*new) if hasattr(o, "_fields") else type(o)(new)
@@ -71,7 +74,7 @@ def map_tensors(
 
 def _replaced(o, items, f, put):
     "A copy of `o` with its `items` mapped by `f`; `o` itself where nothing changed."
-    new = {k: map_tensors(f, v) for k, v in items.items()}
+    new = {k: v if isinstance(v, _PLAIN) else map_tensors(f, v) for k, v in items.items()}
     if is_compiling() and type(o) is dict:
         return new
     changed = {k: v for k, v in new.items() if v is not items[k]}

@@ -129,10 +129,12 @@ class MasterStep:
         if closure is not None and evaluates_once(self.core):
             with torch.enable_grad():
                 loss, closure = closure(), None
-        if closure is None and self._overflows():
+        if closure is None and not self.is_checked and self._overflows():
             self._count_skip()
             return loss
-        inv_scale, self.is_checked, self.scale = self._inv_scale(), False, None
+        scale = vars(self.core).get("grad_scale", self.scale)
+        inv_scale = None if scale is None else 1 / float(scale)
+        self.is_checked, self.scale = False, None
         if closure is not None:
             return self._step_with(closure)
         if self.loop is not None:
@@ -143,7 +145,8 @@ class MasterStep:
                 if inv_scale is not None:
                     torch._foreach_mul_(grads_of(self.core), inv_scale)
                 done = self._step_raw()
-        self._end()
+        self.masters.snapshot.save()
+        self.masters.skips.record.add_step(False)
         return done if loss is None else loss
 
     def _overflows(self):
@@ -151,8 +154,6 @@ class MasterStep:
         if found_inf is not None:
             self.has_scaler = True
             return bool(found_inf.item() > 0)
-        if self.is_checked:
-            return False
         if self.masters.policy.dtype == torch.float16 and not self.has_scaler:
             warn_once(
                 "a float16 model is trained without a loss scale: gradients below 6e-8 become 0. "
@@ -161,10 +162,6 @@ class MasterStep:
             )
         return self.checks and any_nonfinite(grads_of(self.core))
 
-    def _inv_scale(self):
-        scale = vars(self.core).get("grad_scale")
-        scale = self.scale if scale is None else scale
-        return None if scale is None else 1 / float(scale)
 
     def _step_raw(self, *closure):
         "The optimizer's own step; a scaler's division has been done, and must not be done again."
@@ -210,12 +207,9 @@ class MasterStep:
         if is_mine:
             self._count_skip()
         else:
-            self._end()
+            self.masters.snapshot.save()
+            self.masters.skips.record.add_step(False)
         return done
-
-    def _end(self):
-        self.masters.snapshot.save()
-        self.masters.skips.record.add_step(False)
 
     def skip(self) -> None:
         "Skip this step: buffers are restored. A scaler calls it; nothing else has changed."
@@ -309,6 +303,7 @@ class MixedStep:
         self._masters: Masters | None = None
         self.layers: LayerwiseGradientScaler | None = None
         self.opt: Any = None  # a `MasterStep` from `wrap` on
+        self.may_skip = False  # whether steps with inf or nan are skipped
         self.loss: Tensor | None = None  # the true one, from `scale` to `update`
         self._inputs, self._looks_at_range = None, policy.dtype == torch.float16
 
@@ -329,10 +324,6 @@ class MixedStep:
         "Steps, skips and scales so far."
         return self.scaler.record if self.scaler.is_enabled() else self.masters.skips.record
 
-    @property
-    def may_skip(self) -> bool:
-        "Whether steps with inf or nan are skipped."
-        return self.scaler.is_enabled() or (self.opt is not None and self.opt.checks)
 
     def attach(
         self,
@@ -368,6 +359,7 @@ class MixedStep:
             self.opt = None
             self.opt = MasterStep(opt, self.masters)
             self.scaler.adopt(self.opt)
+            self.may_skip = self.scaler.is_enabled() or self.opt.checks
             extras = {"loss_scale": self.scaler if self.scaler.is_enabled() else None}
             extras["layer_scales"] = self.layers  # pyright: ignore
             self.opt.extras = {k: o for k, o in extras.items() if o is not None}
@@ -398,7 +390,7 @@ class MixedStep:
         self.loss = loss
         if self.layers is not None:
             loss = self.layers.trace_loss(loss)
-        return self.scaler.scale(loss)
+        return self.scaler.scale(loss) if self.scaler.is_enabled() else loss
 
     def unscale(self) -> bool:  # whether all gradients are finite: else call `skip`
         "Unscale and check the gradients. Sync: one number if they are checked."
@@ -432,8 +424,8 @@ class MixedStep:
         try:
             if self.scaler.is_enabled():
                 self.scaler.update()
-            else:
-                self.masters.skips.check(self.opt)
+            elif self._masters.skips.in_a_row:
+                self._masters.skips.check(self.opt)
         except MixedPrecisionError:
             self.masters.model.zero_grad()  # the next fit starts clean
             raise

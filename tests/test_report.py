@@ -326,7 +326,7 @@ def test_a_fit_is_the_same_after_a_report(to, flat):
             if looks:
                 report = learn.precision_report(n_batches=2)
                 assert report.verdicts == {} and "lost updates %" in report.table
-                assert str(report.settings["dtype"])[-8:] == ("bfloat16" if flat else ".float16")
+                assert str(report.settings.policy.dtype)[-8:] == ("bfloat16" if flat else ".float16")
             with learn.no_bar(), learn.no_logging():
                 learn.fit(1, 0.01)
         flags = [m.training for m in learn.model.modules()]
@@ -341,11 +341,12 @@ def test_a_learner_is_examined_as_it_is_trained():
     learn.to_fp16(1024.0, keep_fp32=nn.GroupNorm, layer_scales=scales)
     learn.model.eval()
     report = learn.precision_report()
-    settings = {k: report.settings[k] for k in ("dtype", "loss_scale", "layer_scales")}
-    assert settings == dict(dtype=torch.float16, loss_scale=1024, layer_scales=scales)
+    settings = report.settings
+    assert (settings.policy.dtype, settings.loss_scale) == (torch.float16, 1024)
+    assert settings.layer_scales == scales
     assert report.line == "to_fp16(keep_fp32=[nn.GroupNorm], layer_scales={'4': 8.0})"
     other = learn.precision_report(dtype=torch.bfloat16)
-    assert other.settings["loss_scale"] == 1 and other.line == "to_bf16(keep_fp32=[nn.GroupNorm])"
+    assert other.settings.loss_scale == 1 and other.line == "to_bf16(keep_fp32=[nn.GroupNorm])"
     norm = next(m for m in report.modules if m.kind == "BatchNorm2d")
     assert norm.own > 60  # by the statistics of the batch: it is trained so
     assert report.table.loc["0", "params"] == 108 and report.table.index[0] == INPUTS
@@ -356,7 +357,7 @@ def test_rows_of_a_plot_are_the_modules_from_top_to_bottom():
     x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
     report = precision_report(net, [(x, y)], cross_entropy)
     report.modules[2].snr = math.nan
-    for what, names in dict(snr=["a", "b"], windows=["a", "mask", "b"]).items():
+    for what, names in dict(snr=["a", "b"], gradients=["a", "mask", "b"]).items():
         ax = report.plot(what)
         assert [label.get_text() for label in ax.get_yticklabels()] == names
         low, high = ax.get_ylim()

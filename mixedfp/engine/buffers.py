@@ -9,7 +9,7 @@ __all__ = ['BufferSnapshot']
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 # %% ../../nbs/engine/15_buffers.ipynb #de4639b8
 class BufferSnapshot:
@@ -20,22 +20,20 @@ class BufferSnapshot:
         self.kept: dict[tuple, tuple] = {}  # by module and name: buffer, version, copy
         self.save()
 
-    def _slots(self):
-        return [(m, k) for m in self.model.modules() for k in m._buffers]
 
     @torch.no_grad()
     def save(self) -> None:
         "Copy what may have changed: kernels count no write to a floating-point buffer."
         kept: dict[tuple, tuple] = {}
-        for m, k in self._slots():
-            b = m._buffers[k]
-            was, version, copy = self.kept.get((m, k), (None, None, None))
-            if b is None or (b is was and b._version == version and not b.is_floating_point()):
-                kept[m, k] = b, version, copy
-            elif b is was and _are_alike(b, copy):
-                kept[m, k] = b, b._version, copy.copy_(b)
-            else:
-                kept[m, k] = b, b._version, b.clone()
+        for m in self.model.modules():
+            for k, b in m._buffers.items():
+                was, version, copy = self.kept.get((m, k), (None, None, None))
+                if b is None or (b is was and b._version == version and not b.is_floating_point()):
+                    kept[m, k] = b, version, copy
+                elif b is was and b.shape == copy.shape and b.dtype == copy.dtype:
+                    kept[m, k] = b, b._version, copy.copy_(b)
+                else:
+                    kept[m, k] = b, b._version, b.clone()
         self.kept = kept
 
     @torch.no_grad()
@@ -44,12 +42,9 @@ class BufferSnapshot:
         for (m, k), (b, _, copy) in self.kept.items():
             now: Any = m._buffers.get(k)
             if b is not None and now is not None and now.device != b.device:  # the model was moved
-                b = now if _are_alike(b, now) else b.to(now.device)
+                is_alike = (now.shape, now.dtype) == (b.shape, b.dtype)
+                b = now if is_alike else b.to(now.device)
             if b is not None:
                 b.copy_(copy)
             m._buffers[k] = b
         self.save()
-
-
-def _are_alike(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype)

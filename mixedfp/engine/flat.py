@@ -192,6 +192,8 @@ class Chunk:
     def __init__(self, run, a, b, scratch):
         self.run, self.part, vector = run, slice(a, b), run.vector
         self.state: dict[str, Any] = {}
+        self.views: dict[str, Tensor] = {}  # slices of the states' vectors
+        self.narrow: list[str] = []  # those in 16 bits
         self.sources, self.targets = [], []  # slices of gradients, and where they go
         covered = 0
         for i, p in zip(run.members, run.params, strict=True):
@@ -205,8 +207,13 @@ class Chunk:
         self.full = vector.master[a:b] if vector.remainder is None else scratch[1][: b - a]
         self.param = Parameter(self.full)
 
-    def gather(self, inv_scale: float | None) -> None:
-        "Copy the gradient into the scratch vector, in float32 and unscaled."
+    def add_state(self, name: str, view: Tensor, is_narrow: bool) -> None:
+        "Keep the state `name` in `view`."
+        self.state[name] = self.views[name] = view
+        self.narrow += [name] * is_narrow
+
+    def load(self, inv_scale: float | None) -> None:
+        "Copy the gradient into the scratch vector, unscaled; widen what is stored in 16 bits."
         if self.has_gaps:
             self.grad.zero_()
         parts = []
@@ -223,9 +230,15 @@ class Chunk:
             stored = vector.half[self.part], vector.remainder[self.part]
             self.param.data = join_into(self.full, *stored)
         self.param.grad = self.grad
+        for k in self.narrow:
+            self.state[k] = self.views[k].float()
 
-    def store(self) -> None:
-        "Round the new masters into the model."
+    def store(self, state: dict) -> None:
+        "Keep the new states, and round the new masters into the model."
+        for k, view in self.views.items():
+            if state[k] is not view:
+                state[k] = view.copy_(state[k])
+        self.state = state
         vector, new = self.run.vector, self.param.detach()
         self.param.grad = None
         if vector.remainder is not None:
@@ -266,6 +279,8 @@ class ChunkLoop:
         self.states: dict[tuple, Tensor] = {}  # by vector and name
         self.runs: list[Run] = []
         self.seen: Any = None  # what the plan was made for
+        self.chunks: list[Chunk] = []  # of all runs
+        self.stepped: list[Parameter] = []  # the parameters in them
         self.loose: list[list[Parameter]] = []  # sparse gradients and what is in no vector
 
     @torch.no_grad()
@@ -274,26 +289,29 @@ class ChunkLoop:
         self.masters.sync()
         lists = param_lists(self.core)
         params = [p for ps in lists for p in ps]
-        grads = list(map(_grad, params))
-        kinds = [None if g is None else g.layout for g in grads]
+        kinds = [None if g is None else g.layout for g in map(_grad, params)]
         if not self._is_current(params, kinds):
             lay_out(self.masters, lists)
             self._make_plan(lists, kinds)
         self.shadow.refresh()
-        with self.masters.writing([p for run in self.runs for p in run.params]):
-            for run in self.runs:
-                for chunk in run.chunks:
-                    self._step_chunk(chunk, inv_scale)
-                self._share_numbers(run)
+        self.masters.is_writing = True  # until `note`
+        try:
+            for chunk in self.chunks:
+                chunk.load(inv_scale)
+                n_known = len(chunk.state)
+                state = self.shadow.step(chunk.run.group, chunk.param, chunk.state)
+                if len(state) != n_known:
+                    self._add_states(chunk, state)
+                chunk.store(state)
+            self._share_numbers()
+        except BaseException:
+            self.masters.round_all()
+            raise
+        torch.autograd.graph.increment_version(self.stepped)
+        self.masters.note()
         self.seen = params, kinds, list(map(self.core.state.get, params)), self.masters.vectors
-        self._step_loose(inv_scale)
-
-    def _step_chunk(self, chunk, inv_scale):
-        chunk.gather(inv_scale)
-        self._load_states(chunk)
-        state = self.shadow.step(chunk.run.group, chunk.param, chunk.state)
-        self._store_states(chunk, state)
-        chunk.store()
+        if any(self.loose):
+            self._step_loose(inv_scale)
 
     def _is_current(self, params, kinds):
         if self.seen is None or self.seen[3] is not self.masters.vectors:
@@ -314,11 +332,13 @@ class ChunkLoop:
                     indices, params = zip(*run, strict=True)
                     self.runs.append(Run(key[0], v, indices, params, dict(key[1])))
                     placed.update(params)
+        self.stepped = [p for run in self.runs for p in run.params]
         self.loose = [[p for p in ps if p.grad is not None and p not in placed] for ps in lists]
         there = {None, *self.masters.vectors}
         self.states = {k: v for k, v in self.states.items() if k[0] in there}
         for run in self.runs:
             self._take_states(run)
+        self.chunks = [chunk for run in self.runs for chunk in run.chunks]
 
     def _key(self, group, i, p):
         "What neighbours of one run have in common; None without a gradient."
@@ -343,7 +363,8 @@ class ChunkLoop:
         run.cut(self._scratch(master, size))
         for chunk in run.chunks:
             chunk.state = {k: _copied(v) for k, v in _numbers(first, run.params[0])}
-            chunk.state |= {k: self.states[run.vector, k][chunk.part] for k in names}
+            for k in names:
+                chunk.add_state(k, self.states[run.vector, k][chunk.part], k in self.dtypes)
 
     def _scratch(self, like, size):
         key, rows = (None, like.device, like.dtype), 1 + self.masters.policy.store_param_remainders
@@ -361,37 +382,28 @@ class ChunkLoop:
             self.states[key] = torch.zeros(len(vector.half), dtype=dtype, device=like.device)
         return self.states[key]
 
-    def _load_states(self, chunk):
-        for k in self.dtypes.keys() & chunk.state.keys():
-            chunk.state[k] = self.states[chunk.run.vector, k][chunk.part].float()
+    def _add_states(self, chunk, state):
+        "Find what the optimizer has made for a chunk, a place in a vector."
+        for k in [k for k, v in state.items() if k not in chunk.views and _is_like(v, chunk.param)]:
+            view = self._state(chunk.run.vector, k, state[k])[chunk.part]
+            chunk.add_state(k, view.copy_(state[k]), k in self.dtypes)
 
-    def _store_states(self, chunk, state):
-        for k, v in state.items():
-            if _is_like(v, chunk.param):
-                view = self._state(chunk.run.vector, k, v)[chunk.part]
-                if v.data_ptr() != view.data_ptr():
-                    view.copy_(v)
-                    state[k] = view
-        chunk.state = state
-
-    def _share_numbers(self, run):
+    def _share_numbers(self):
         "Give each parameter of a run its state: views of vectors, and the numbers of the run."
-        state = run.chunks[0].state
-        names = [k for k in state if (run.vector, k) in self.states]
-        numbers = {k: v for k, v in state.items() if k not in names}
-        new = {k: v for k, v in numbers.items() if run.numbers.get(k) is not v}
-        if len(self.core.state.get(run.params[0]) or ()) < len(state):
-            for i, p in zip(run.members, run.params, strict=True):
-                views = {k: run.vector.view(self.states[run.vector, k], i) for k in names}
-                self.core.state[p] = {**(self.core.state.get(p) or {}), **numbers, **views}
-        elif new:
-            for p in run.params:
-                self.core.state[p].update(new)
-        run.numbers = numbers
+        for run in self.runs:
+            state, names = run.chunks[0].state, run.chunks[0].views
+            numbers = {k: v for k, v in state.items() if k not in names}
+            new = {k: v for k, v in numbers.items() if run.numbers.get(k) is not v}
+            if len(self.core.state.get(run.params[0]) or ()) < len(state):
+                for i, p in zip(run.members, run.params, strict=True):
+                    views = {k: run.vector.view(self.states[run.vector, k], i) for k in names}
+                    self.core.state[p] = {**(self.core.state.get(p) or {}), **numbers, **views}
+            elif new:
+                for p in run.params:
+                    self.core.state[p].update(new)
+            run.numbers = numbers
 
     def _step_loose(self, inv_scale):
-        if not any(self.loose):
-            return
         with self.masters.shown():
             for group, ps in enumerate(self.loose):
                 for p in ps:

@@ -40,7 +40,8 @@ class HalfForward(WrappedForward):
     ):
         super().__init__(module)
         self.policy, self.layers, self.before = policy, layers, before
-        self.multiplies = policy.native or has_arithmetic("cpu", policy.dtype)
+        emulates = not policy.native and not has_arithmetic("cpu", policy.dtype)
+        self.on_cpu = InFloat32(policy.dtype, emulates)
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
@@ -62,32 +63,21 @@ class HalfForward(WrappedForward):
 
     def _compute(self, args, kwargs):
         dtype = self.policy.dtype
-        args, inputs = cast_floats((args, kwargs), dtype)
-        for name in kwargs:
-            if "label" in name:  # a target: a loss inside the model is computed in 32 bits
-                inputs[name] = kwargs[name]
+        # not a target: a loss inside the model is computed in 32 bits
+        args = cast_floats(args, dtype)
+        inputs = {k: v if "label" in k else cast_floats(v, dtype) for k, v in kwargs.items()}
         first = next(self.module.parameters(), None)
         device = "cpu" if first is None else first.device.type
-        with self._autocast(device), self._mode(device):
-            return self.own(*args, **inputs)
-
-    def _autocast(self, device):
-        if not self.policy.autocast:
-            return nullcontext()
-        return torch.autocast(device, self.policy.dtype)
-
-    def _mode(self, device):
-        if device != "cpu":
-            return nullcontext()
-        emulates = not self.multiplies and not torch.compiler.is_exporting()
-        if emulates and not is_compiling():
-            name = str(self.policy.dtype).removeprefix("torch.")
+        autocast = torch.autocast(device, dtype) if self.policy.autocast else nullcontext()
+        if device == "cpu" and self.on_cpu.products and not is_compiling():
+            name = str(dtype).removeprefix("torch.")
             warn_once(
                 f"on this CPU {name} products are computed in float32 and rounded to {name}, as on "
                 "a GPU, at about the speed of float32. native=True uses PyTorch's own kernels, "
                 "which are mostly slower"
             )
-        return InFloat32(self.policy.dtype, emulates)
+        with autocast, self.on_cpu if device == "cpu" else nullcontext():
+            return self.own(*args, **inputs)
 
     def __getstate__(self) -> dict:
         """Be copied and pickled without what belongs to the training of this model."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -90,19 +90,23 @@ class InFloat32(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, in float32 if it is one of those."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        # what is written to memory of the caller's stays native
-        if name not in self.names or kwargs.get("out") is not None or _is_checkpointed():
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name not in self.names:
+            return func(*args, **kwargs)
+        if name in _MIXED:  # only a first operand in float32 that meets others makes a difference
+            first: Any = args[0] if args else next(iter(kwargs.values()))
+            if first.dtype != torch.float32 or len(_float_dtypes((args, kwargs))) == 1:
+                return func(*args, **kwargs)
+        # what is written to memory of the caller's stays native, and products in a file
+        is_native = kwargs.get("out") is not None or (name in PRODUCTS and is_exporting())
+        if is_native or _is_checkpointed():
             return func(*args, **kwargs)
         if name == "embedding":
             return self._look_up(func, args, kwargs)
         is_autocast = torch.is_autocast_enabled("cpu")
         if name in PRODUCTS or name in _RECURRENT:
             return self._multiply(func, (args, kwargs), is_autocast)
-        if is_autocast and (name in _SOFTMAX or _is_mixed(args, kwargs)):
-            return _call(func, to_float((args, kwargs)))
-        return func(*args, **kwargs)
+        return _call(func, to_float((args, kwargs))) if is_autocast else func(*args, **kwargs)
 
     def _look_up(self, func, args, kwargs):
         "The gradients of the rows are added up in float32; in bfloat16 a count ends at 256."
@@ -132,12 +136,6 @@ def _float_dtypes(o):
     found = set()
     map_tensors(lambda t: found.add(t.dtype) or t, o)
     return {dtype for dtype in found if dtype.is_floating_point}
-
-
-def _is_mixed(args, kwargs):
-    "Whether the first operand is in float32 and another one is not."
-    first = _float_dtypes(args[:1] or next(iter(kwargs.values())))
-    return first == {torch.float32} and len(_float_dtypes((args, kwargs))) > 1
 
 
 def _call(func, inputs):

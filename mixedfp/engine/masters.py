@@ -201,19 +201,7 @@ class Masters:
         self._versions = list(map(_version, self.params))
         self._addresses = list(map(_data_ptr, self.params))
         self._written = [None if m is None else m._version for m in self.master]
-        self.is_writing = False
-
-    @contextmanager
-    def writing(self, params: list[Parameter]) -> Iterator[None]:
-        "Count what the block writes into `params` as ours, also if an interrupt ends it."
-        self.is_writing = True  # until `note`
-        try:
-            yield
-        except BaseException:
-            self.round_all()
-            raise
-        torch.autograd.graph.increment_version(params)
-        self.note()
+        self.is_writing = False  # a step does, until it calls this
 
     # --- the swap ---
 

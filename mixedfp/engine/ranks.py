@@ -105,8 +105,10 @@ class DDPAverage:
         if ddp.require_backward_grad_sync is True:  # at first, and again after a first `no_sync`
             ddp.require_backward_grad_sync = _OFF
         if not any(m is model for m in self.models):
-            with masters_of(model).shown():
+            masters: Any = masters_of(model)
+            with masters.shown():
                 take_from_first(model.parameters(), ddp.process_group)
+            masters.own(model.register_forward_hook(_after_model))
             self.models.append(model)
 
     def end_forward(
@@ -165,7 +167,6 @@ def join_ddp(
 ) -> None:
     "Average gradients in float32 wherever a `DistributedDataParallel` runs the model."
     masters.own(masters.model.register_forward_pre_hook(_before_model))
-    masters.own(masters.model.register_forward_hook(_after_model))
 
 
 def _before_model(model, args):

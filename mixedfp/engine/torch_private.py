@@ -6,7 +6,7 @@
 __all__ = ['NORMS', 'outside_of_dynamo', 'uncompiled', 'all_hooks', 'hooks_around_step', 'sequence_number',
            'next_sequence_number', 'backward_id', 'at_end_of_backward', 'may_hook_saved_tensors',
            'saved_tensors_hooks_now', 'cpu_has_bf16', 'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each',
-           'unscale_each_', 'joined', 'apply_to_own', 'count_as_stepped', 'unscales_by_itself', 'active_ddp']
+           'unscale_each_', 'apply_to_own', 'count_as_stepped', 'unscales_by_itself', 'active_ddp']
 
 # %% ../../nbs/engine/00_torch_private.ipynb #d88b67e4
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
+
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -107,11 +107,6 @@ def unscale_each_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
     "Multiply `grads`, of one device and dtype, by `inv_scale`; 1 in `found_inf` if not finite."
     with torch.no_grad():
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-
-
-def joined(tensors: list[Tensor]) -> Tensor:
-    "Return one vector, a copy, with the numbers of `tensors`, which are dense."
-    return _flatten_dense_tensors(tensors)
 
 # %% ../../nbs/engine/00_torch_private.ipynb #fdd9ea0a
 NORMS = (_BatchNorm, _InstanceNorm)
