@@ -23,8 +23,8 @@ INSTALL_FROM := settings.ini setup.py
 OLDEST := $(shell sed -n 's/^requirements *=.*torch>=\([0-9.]*\).*/\1/p' settings.ini)
 
 # The other environments run what another fastai or torch can break, on the laws' short tables.
-PAGES_ELSEWHERE := index.ipynb $(addprefix nbs/,06_step.ipynb 10_callback.ipynb 12_skorch.ipynb \
-  13_checkpoint.ipynb engine/00_torch_private.ipynb)
+PAGES_ELSEWHERE := index.ipynb $(addprefix nbs/,08_step.ipynb 10_callback.ipynb 13_skorch.ipynb \
+  14_checkpoint.ipynb engine/00_torch_private.ipynb)
 TESTS_ELSEWHERE := $(addprefix tests/test_,torch_private.py scaler.py laws.py imports.py skorch.py)
 # On the simulated GPU: where models are moved, and one in so many of the laws.
 ON_CUDA := PYTHONPATH=tests pytest -q -n $(WORKERS) --dist worksteal -p simulated_cuda.plugin
@@ -63,6 +63,7 @@ lint: .venv/.dev
 	ruff check nbs mixedfp index.ipynb tests tools docs bench
 	python tools/check_layers.py
 	python tools/size.py
+	python -W ignore tools/calls.py
 	python tools/check_tests.py
 	python tools/check_words.py
 	python tools/figures.py

@@ -1,4 +1,4 @@
-"""Mixed precision in skorch beyond what nbs/12_skorch.ipynb asserts.
+"""Mixed precision in skorch beyond what nbs/13_skorch.ipynb asserts.
 
 The batches are few and known: `table` is not shuffled, so a fit can be written out by hand, and
 batch 2 of `overflowing` is beyond float16.

@@ -206,7 +206,7 @@ class Mixed(Plain):
 
     def backward(self, batch):
         """Add the gradients of a batch, multiplied by the scale, to those that are there."""
-        self.mixed.begin(torch.zeros(1))
+        self.mixed.begin()
         self.mixed.scale(batch.loss(self.model)).backward()
 
     def unscale(self):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from notebooks import ROOT
 
-LINES, CODE, MODULES, FUNCTION = 7950, 5800, 32, 60  # the goal: 7,500 and 5,500
+LINES, CODE, MODULES, FUNCTION = 7500, 5500, 32, 60
 TEST_LINES = 12500
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 

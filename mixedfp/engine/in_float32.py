@@ -19,14 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..cast import to_float
-from mixedfp.engine.torch_private import (
-    cpu_has_amx,
-    cpu_has_bf16,
-    cpu_multiplies_bf16,
-    may_hook_saved_tensors,
-    outside_of_dynamo,
-    saved_tensors_hooks_now,
-)
+from . import torch_private as private
 from ..nested import cast_floats, map_tensors
 
 # %% ../../nbs/engine/01_in_float32.ipynb #24057ec9
@@ -42,9 +35,9 @@ def has_arithmetic(
 
 @functools.cache
 def _x86_has(dtype):
-    if dtype != torch.bfloat16 or not cpu_multiplies_bf16():
+    if dtype != torch.bfloat16 or not private.cpu_multiplies_bf16():
         return False
-    return cpu_has_amx() or (cpu_has_bf16() and "GenuineIntel" not in _processor())
+    return private.cpu_has_amx() or (private.cpu_has_bf16() and "GenuineIntel" not in _processor())
 
 
 def _processor():
@@ -143,16 +136,16 @@ def _call(func, inputs):
         return func(*inputs[0], **inputs[1])
 
 
-@outside_of_dynamo  # which compiles no recurrent layer
+@private.outside_of_dynamo  # which compiles no recurrent layer
 def _call_recurrent(func, inputs, in_float):
-    if in_float or not cpu_multiplies_bf16():  # PyTorch would refuse some of them
+    if in_float or not private.cpu_multiplies_bf16():  # PyTorch would refuse some of them
         return _call(func, to_float(inputs))
     return func(*inputs[0], **inputs[1])
 
 
 def _is_checkpointed():
     "Inside `torch.utils.checkpoint`, which computes again outside of any mode: the same is needed."
-    hooks = None if is_compiling() else saved_tensors_hooks_now()
+    hooks = None if is_compiling() else private.saved_tensors_hooks_now()
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
@@ -160,7 +153,7 @@ def _may_hook():
     "Whether a backward pass may come, and no other hooks handle its tensors."
     if is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
         return False
-    return may_hook_saved_tensors() and saved_tensors_hooks_now() is None
+    return private.may_hook_saved_tensors() and private.saved_tensors_hooks_now() is None
 
 # %% ../../nbs/engine/01_in_float32.ipynb #f32saved
 def _call_and_save(func, inputs):
