@@ -6,11 +6,7 @@ The mark names where the number comes from:
     printed WORDS             a number in a line with these words, in an output of this notebook
     whole WAY speed [WHICH]   train_step.json (fp16: train_step_fp16.json): times float32's speed
     whole WAY memory [WHICH]  its peak memory, of float32's; WHICH: mean, min, max or a model
-    master WAY | WAY | WHICH | DTYPE…   master_step.json (with remainders:
-                              master_step_remainders.json): the first way's time by the second's
-    scaling WAY | WAY | PARAMETERS      scaling.json: the same, by size
     operators NAME | SHAPE    operators.json: time in 16 bits by time in float32
-    launches MODEL | LOOP | OPT | DTYPE | MASTERS     gpu_counts.json; `float32` for its own
     lost PRECISION NAME       lost_updates.json: the mean of `lost`, `unmoved`, `accuracy`
     accuracy PRECISION RATE   accuracy.json: its mean, in percent
     set                       chosen or calculated, not measured
@@ -59,42 +55,12 @@ def whole(way: str, column: str, which: str = "mean") -> float:
     return PICK[which](found.values()) if which in PICK else found[which]
 
 
-def master(text: str) -> float:
-    """Give the extreme ratio of two ways' times over the three large models."""
-    way, other, which, *dtypes = (part.strip() for part in text.split("|"))
-    times: dict = {}
-    for r in results("master_step_remainders" if "remainders" in text else "master_step")["rows"]:
-        if r["shape"] != "2000 small" and r["dtype"] in (dtypes or ("fp16", "bf16")):
-            times.setdefault((r["shape"], r["opt"], r["dtype"]), {})[r["way"]] = r["ms"]
-    return PICK[which](t[way] / t[other] for t in times.values())
-
-
-def scaling(text: str) -> float:
-    """Give the ratio of two ways' times at a number of parameters."""
-    way, other, params = (part.strip() for part in text.split("|"))
-    rows = results("scaling")["rows"]
-    near = {r["way"]: r["ms"] for r in rows if abs(r["params"] / float(params) - 1) < 0.05
-            and r["params"] == 256 * 256 * r["tensors"]}  # fmt: skip
-    return near[way] / near[other]
-
-
 def operators(text: str) -> float:
     """Give how many times as long as in float32 an operator takes in 16 bits."""
     name, shape = (part.strip() for part in text.split("|"))
     for r in results("operators")["rows"]:
         if r["operator"] == name and "×".join(map(str, r["shape"])) == shape:
             return 1 / r["speed of 16 bits"]
-    raise KeyError(text)
-
-
-def launches(text: str) -> float:
-    """Give the kernels that were counted after a backward pass."""
-    *key, masters = (part.strip() for part in text.split("|"))
-    columns = "model", "loop", "opt", "dtype"
-    for r in results("gpu_counts")["rows"]:
-        if r["code"] == "now" and [r[c] for c in columns] == key:
-            if masters in ("float32", r["masters"]):
-                return r["fp32_launches" if masters == "float32" else "launches"]
     raise KeyError(text)
 
 
@@ -127,8 +93,8 @@ def sources(nb: nbformat.NotebookNode, mark: str) -> list[float]:
         return numbers(nb, rest)
     if kind in ("whole", "lost", "accuracy"):
         return [globals()[kind](*rest.split())]
-    if kind in ("master", "scaling", "operators", "launches"):
-        return [globals()[kind](rest)]
+    if kind == "operators":
+        return [operators(rest)]
     raise KeyError(mark)
 
 

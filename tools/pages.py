@@ -29,7 +29,10 @@ PAGES = OUT / "pages"
 PICTURES = {"image/png": "png", "image/jpeg": "jpg"}
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", flags=re.DOTALL | re.MULTILINE)
 MATH = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$", flags=re.DOTALL)
-SECTIONS = {"tutorials": "Lessons", "guides": "Guides", "": "How it works", "engine": "The engine"}
+SECTIONS = {"tutorials": "Learn", "guides": "How to", "": "Inside"}
+GUIDES = "which_precision coming_from faq troubleshooting glossary".split()  # in reading order
+# neither in the navigation nor in the search: who needs them comes by a link
+INTERNAL = "all command compare examples nested sharded testing".split()
 
 
 def page_of(notebook: Path) -> str:
@@ -41,6 +44,11 @@ def page_of(notebook: Path) -> str:
     if folder in (".", "engine"):
         name = re.sub(r"^\d+[a-z]?_", "", name)
     return f"{folder}/{name}.md".removeprefix("./")
+
+
+def is_internal(page: str) -> bool:
+    """Say if `page`, or that of a module, is for those who change the package."""
+    return page.startswith("engine") or page.removesuffix(".md") in INTERNAL
 
 
 def relative(target: str, page: str) -> str:
@@ -158,7 +166,7 @@ def write_notebook(notebook: Path, names: Names) -> str:
             name = f"pictures/{page.removesuffix('.md')}-{i}-{j}"
             out.append(output(given, page, name, alt_text(cell)))
     text = "\n".join(part for part in out if part)
-    write(page, text)
+    write(page, "---\nsearch:\n  exclude: true\n---\n\n" * is_internal(page) + text)
     title = re.search(r"^# (.+)$", text, flags=re.MULTILINE)
     return title[1].replace("`", "") if title else notebook.stem
 
@@ -175,12 +183,14 @@ def main() -> None:
     package = ROOT / "mixedfp"
     sources = sorted(p for p in package.rglob("*.py") if not p.stem.startswith("_"))
     modules = [m for m in (reference.read(p, package) for p in sources) if reference.symbols(m)]
-    notebooks = all_notebooks()
+    modules = [m for m in modules if not is_internal(m.name)]
+    place = {name: i for i, name in enumerate(GUIDES)}
+    notebooks = sorted(all_notebooks(), key=lambda path: place.get(path.stem, 0))
     names = Names(modules, notebooks)
     nav: dict[str, list] = {title: [] for title in SECTIONS.values()}
     for notebook in notebooks:
         title, page = write_notebook(notebook, names), page_of(notebook)
-        if page != "index.md":
+        if page != "index.md" and not is_internal(page):
             folder, _, name = page.rpartition("/")
             number = f"{int(name[:2])}. " if folder == "tutorials" else ""
             nav[SECTIONS[folder]].append({number + title: page})
@@ -194,9 +204,7 @@ def main() -> None:
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
         write(f"{name.lower()}.md", prose(text, f"{name.lower()}.md", ROOT / "index.ipynb", names))
     pages = [{"Home": "index.md"}, *({title: found} for title, found in nav.items() if found)]
-    engine = [p for p in reference_pages if next(iter(p)).startswith("engine.")]
-    others = [p for p in reference_pages if p not in engine]
-    pages += [{"API reference": [*others, {"The engine": engine}]}]
+    pages += [{"API reference": reference_pages}]
     pages += [{"Project": [{"Changes": "changelog.md"}, {"Contributing": "contributing.md"}]}]
     settings = {"INHERIT": "../docs/mkdocs.yml", "docs_dir": "pages", "nav": pages}
     (OUT / "mkdocs.yml").write_text(json.dumps(settings, indent=1), encoding="utf-8")
