@@ -110,7 +110,7 @@ class MixedPrecision(Callback):
         self._random_state: Any = None  # from the first skip on: before this batch
 
     def _join(self, learn):
-        "Be the mixed precision of `learn`; None: of the Learner no more, which is in float32."
+        "Join `learn`; None leaves the present Learner, whose model returns to float32."
         if learn is None and self.learn is not None:
             self._detach()
             if vars(self.learn).get("mp_cb") is self:
@@ -246,7 +246,6 @@ class MixedPrecision(Callback):
         if not (is_shared or "distributed_trainer" in vars(self.learn)):
             return False
         return distributed.is_initialized() and distributed.get_world_size() > 1
-
 
     # --- where an inf came from ---
 

@@ -315,11 +315,11 @@ class LossScaler(GradScaler):
         return self._known[optimizer].scale if optimizer in self._known else self.used_scale
 
     def adopt(self, optimizer: Any, scale: float = 1.0) -> None:
-        "Take the gradients that `optimizer` has already for ones multiplied by `scale`."
+        "Treat the present gradients of `optimizer` as multiplied by `scale`."
         self._known[optimizer] = _Gradients(scale)
 
     def release(self, optimizer: Any) -> None:
-        "Divide the gradients of `optimizer` by their scale, and forget it."
+        "Unscale the present gradients of `optimizer` and forget it."
         _multiply_(optimizer, 1 / self.scale_of(optimizer))
         self._known.pop(optimizer, None)
 
@@ -482,9 +482,6 @@ class LossScaler(GradScaler):
     def __setstate__(self, state: dict) -> None:
         """Come out of a copy or a pickle."""
         vars(self).update(state, _known=WeakIdKeyDictionary())
-
-# %% ../nbs/06_scaler.ipynb #9567acdf
-#| export
 
 # %% ../nbs/06_scaler.ipynb #cf4b4a19
 class SkipCount:

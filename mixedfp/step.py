@@ -162,7 +162,6 @@ class MasterStep:
             )
         return self.checks and any_nonfinite(grads_of(self.core))
 
-
     def _step_raw(self, *closure):
         "The optimizer's own step; a scaler's division has been done, and must not be done again."
         told = {k: vars(self.core)[k] for k in ("grad_scale", "found_inf") if k in vars(self.core)}
@@ -306,7 +305,6 @@ class MixedStep:
         self.may_skip = False  # whether steps with inf or nan are skipped
         self.loss: Tensor | None = None  # the true one, from `scale` to `update`
 
-
     @property
     def is_attached(self) -> bool:
         "Whether there is a model with masters."
@@ -323,7 +321,6 @@ class MixedStep:
     def record(self) -> ScaleRecord:
         "Steps, skips and scales so far."
         return self.scaler.record if self.scaler.is_enabled() else self.masters.skips.record
-
 
     def attach(
         self,

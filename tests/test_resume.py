@@ -349,3 +349,39 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(name, tmp_pat
     with pytest.raises((ValueError, OSError)):
         one_cycle(start(tmp_path), cbs=[Checkpoint(name), Do("after_batch", trained.append)])
     assert not trained
+
+
+def left_over(path, precision, **mixed):
+    """Kill a run that accumulates, resume it in float32; return the gradients it starts with."""
+    path.mkdir()
+    settings = dict(model=flat_net, precision=precision, **mixed)
+    killed_run(path, fit=steady, cbs=[GradientAccumulation(20)], **settings)
+    found = []
+    look = Do("before_batch", lambda learn: found or found.extend(grads_of(learn)), order=90)
+    run(start(path, "fp32", model=flat_net), steady, [GradientAccumulation(20), look])
+    return found
+
+
+def flat_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(pictures(1)[0][0].numel(), 2))
+
+
+def grads_of(learn):
+    return [p.grad.clone() for p in learn.model.parameters()]
+
+
+def test_gradients_of_a_scaled_run_are_resumed_unscaled_in_float32(tmp_path):
+    expected = left_over(tmp_path / "fp32", "fp32")
+    found = left_over(tmp_path / "fp16", FLAT, loss_scale=2.0**10)
+    assert all(g.abs().max() > 0 for g in expected)
+    for g, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(g, true, rtol=0.02, atol=0.02 * true.abs().max().item())
+
+
+def test_a_gan_learner_is_refused():
+    learn = make_learner("adam", flat_net, one_group, dls=shuffled_dls())
+    learn.gan_trainer = object()
+    with pytest.raises(MixedPrecisionError, match="GANLearner"):
+        learn.to_bf16()
+    assert next(learn.model.parameters()).dtype == torch.float32

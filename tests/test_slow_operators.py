@@ -267,3 +267,10 @@ def test_what_a_cpu_trains_fast_with(machine, processor, expected, monkeypatch):
         assert has_arithmetic("cpu", HALF) is (machine == "aarch64")
     finally:
         in_float32._x86_has.cache_clear()
+
+
+def test_a_norm_takes_its_input_by_name_in_any_order():
+    x, w = torch.randn(2, 4, dtype=BF16), torch.ones(4, dtype=BF16)
+    with torch.autocast("cpu", BF16), InFloat32(BF16):
+        out = torch.layer_norm(normalized_shape=(4,), input=x, weight=w)
+    assert_same(out, F.layer_norm(x, (4,), w))

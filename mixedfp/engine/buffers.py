@@ -20,7 +20,6 @@ class BufferSnapshot:
         self.kept: dict[tuple, tuple] = {}  # by module and name: buffer, version, copy
         self.save()
 
-
     @torch.no_grad()
     def save(self) -> None:
         "Copy what may have changed: kernels count no write to a floating-point buffer."

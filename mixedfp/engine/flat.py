@@ -383,7 +383,7 @@ class ChunkLoop:
         return self.states[key]
 
     def _add_states(self, chunk, state):
-        "Find what the optimizer has made for a chunk, a place in a vector."
+        "Store the states that the optimizer has just created for a chunk in vectors."
         for k in [k for k, v in state.items() if k not in chunk.views and _is_like(v, chunk.param)]:
             view = self._state(chunk.run.vector, k, state[k])[chunk.part]
             chunk.add_state(k, view.copy_(state[k]), k in self.dtypes)

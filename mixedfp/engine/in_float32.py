@@ -88,7 +88,8 @@ class InFloat32(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _MIXED:  # only a first operand in float32 that meets others makes a difference
             first: Any = args[0] if args else next(iter(kwargs.values()))
-            if first.dtype != torch.float32 or len(_float_dtypes((args, kwargs))) == 1:
+            is_full = getattr(first, "dtype", None) == torch.float32
+            if not is_full or len(_float_dtypes((args, kwargs))) == 1:
                 return func(*args, **kwargs)
         # what is written to memory of the caller's stays native, and products in a file
         is_native = kwargs.get("out") is not None or (name in PRODUCTS and is_exporting())

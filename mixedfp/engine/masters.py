@@ -304,7 +304,6 @@ class Masters:
                 self._adopt(i)
         self.note()
 
-
     def param_lists(
         self,
         groups: list[list[Parameter]],  # of an optimizer
