@@ -25,6 +25,8 @@ from fastcore.meta import delegates
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .audit import PrecisionAudit
+from .audit import precision_audit as audit_of
 from .cast import Policy
 from .formats import MixedPrecisionError
 from .nested import check_flag, check_positive, check_steps
@@ -483,6 +485,13 @@ def precision_report(
     settings: dict[str, Any] = dict(opt=probe, training=True) | kwargs
     model: Any = self.model
     return report_of(model, _some_batches(self, n_batches), _loss_of(self), dtype, **settings)
+
+
+@patch
+def precision_audit(self: Learner) -> PrecisionAudit:
+    "List the dtypes that the model and its optimizer hold, and the updates that are lost."
+    model: Any = self.model
+    return audit_of(model, *([] if self.opt is None else [self.opt]))
 
 # %% ../nbs/10_callback.ipynb #037782ea
 class GradNorm(Callback):

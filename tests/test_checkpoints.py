@@ -158,7 +158,6 @@ def test_files_of_parts_hold_those_parts_alone(precision, tmp_path):
         assert all(a <= 1.02 * b + 64 for a, b in zip(found, expected, strict=True))
 
 
-
 @pytest.mark.parametrize("way", ["frozen", "sometimes"])
 @SOME
 def test_what_has_no_moments_yet_gets_none(precision, way, tmp_path):
@@ -255,8 +254,6 @@ def make(path, seed=1):
 """
 
 
-
-
 # Files of other hands
 
 
@@ -285,7 +282,6 @@ REFUSED = {
     "whole_model": (lambda m: conv_net(), "(?i)weights.only"),
     "broken": (None, ".*"),
 }
-
 
 
 # Loading in the middle of a fit

@@ -79,7 +79,6 @@ def encoder():
 # What goes in and comes out
 
 
-
 def test_in_float32_and_after_removal_nothing_is_there():
     install_forward(model := Plain(), Policy(FULL))
     assert "forward" not in vars(model)

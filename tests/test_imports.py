@@ -23,9 +23,7 @@ def printed_by(code):
 
 def loaded_by(statement):
     """Run `statement` in a fresh process; return which of OTHERS it has loaded."""
-    return printed_by(
-        f"import sys\n{statement}\nprint(*[m for m in {OTHERS} if m in sys.modules])"
-    )
+    return printed_by(f"import sys\n{statement}\nprint(*[m for m in {OTHERS} if m in sys.modules])")
 
 
 def existing(names):

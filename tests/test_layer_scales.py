@@ -27,7 +27,6 @@ def n_hooks(model):
     return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
 
 
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_flat_is_not_different(dtype):
     learns = [learner(BY_HAND, dtype, flat) for flat in (False, True)]
@@ -68,7 +67,6 @@ def test_the_gradients_that_one_scale_flushes_arrive_in_the_masters():
 def interrupt(learn):
     """Be stopped by Ctrl-C."""
     raise KeyboardInterrupt
-
 
 
 @pytest.mark.parametrize("event", ["forward", "after_pred", "before_backward", "before_step"])

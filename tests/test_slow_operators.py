@@ -220,7 +220,6 @@ def test_checkpointing_computes_the_same_twice(reentrant):
     assert w.grad is not None and (reentrant or spy.seen["mm"] == {BF16})
 
 
-
 class Count(TorchFunctionMode):
     n = 0
 

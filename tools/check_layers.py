@@ -3,9 +3,9 @@
     1 numbers   engine.torch_private ‖ formats ‖ testing ‖ nested ‖ sharded
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise
     3 engine    in_float32, forward, masters, optimizers, flat, buffers, ranks: in this order
-    4 step      step; and overflow, report: what a model's numbers do, without a trainer
+    4 step      step; and overflow, report, audit: what a model's numbers do, without a trainer
     5 trainers  optimizer, callback ‖ skorch, checkpoint
-    6 tools     examples, command, compare, all
+    6 tools     examples, command, memory, compare, all
 
 Floors 1 to 4 and `optimizer` need torch, fastcore and the standard library alone; a function there
 may still import matplotlib or pandas when it is asked for a plot or a table. `command` imports what
@@ -26,9 +26,9 @@ FLOORS = [
     [{"engine.torch_private"}, {"formats"}, {"testing", "nested", "sharded"}],
     [{"cast", "master", "scaler", "layerwise"}],
     [{f"engine.{name}"} for name in ENGINE],
-    [{"step"}, {"report"}, {"overflow"}],
+    [{"step"}, {"report", "audit"}, {"overflow"}],
     [{"optimizer"}, {"callback", "skorch"}, {"checkpoint"}],
-    [{"examples"}, {"command"}, {"compare"}, {"all"}],
+    [{"examples"}, {"command", "memory"}, {"compare"}, {"all"}],
 ]
 STEPS = [names for floor in FLOORS for names in floor]
 BELOW = {name: set().union(*STEPS[:i]) for i, names in enumerate(STEPS) for name in names}

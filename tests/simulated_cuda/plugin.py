@@ -24,7 +24,6 @@ def pytest_addoption(parser):
     parser.addoption("--learners-on-cuda", action="store_true", help="learners train on the GPU")
     parser.addoption("--default-cuda", action="store_true", help="the GPU is the default device")
 
-
     parser.addoption("--one-in", type=int, default=1, help="of so many tests, always the same one")
 
 

@@ -1,0 +1,195 @@
+"""`precision_audit` on runs that lose updates and on runs that do not, ours and others'."""
+
+import pytest
+import tiny
+import torch
+from torch import distributed, nn
+
+import mixedfp.callback  # noqa: F401, puts `precision_audit` on Learners
+from mixedfp.audit import precision_audit
+from mixedfp.optimizer import with_masters
+
+N_IN, N_HIDDEN = 32, 64
+
+
+def make_model(dtype=torch.float32):
+    layers = nn.Linear(N_IN, N_HIDDEN), nn.LayerNorm(N_HIDDEN), nn.ReLU(), nn.Linear(N_HIDDEN, 10)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def train(model, opt, n=3, autocast=False):
+    first = next(model.parameters())
+    for _ in range(n):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(torch.randn(16, N_IN, dtype=first.dtype)).float().square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def percent_of(audit):
+    return float(audit.verdicts[0].split(": ")[1].split(" %")[0])
+
+
+OPTIMIZERS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, 1e-4, weight_decay=0),
+    "adamw fused": lambda ps: torch.optim.AdamW(ps, 1e-4, fused=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, 1e-2, momentum=0.9),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, 1e-4),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_share_of_lost_updates_is_that_of_weights_that_do_not_move(name):
+    """Counted on float32 copies, and again by making the step in bfloat16."""
+    model = make_model(torch.bfloat16)
+    opt = OPTIMIZERS[name](model.parameters())
+    train(model, opt)
+    model(torch.randn(16, N_IN, dtype=torch.bfloat16)).float().square().mean().backward()
+    audit = precision_audit(model, opt)
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.step()
+    after = list(model.parameters())
+    grads = [p.grad for p in after]
+    pairs = list(zip(before, after, grads, strict=True))
+    still = sum(int(((p == q) & (g != 0)).sum()) for p, q, g in pairs)
+    n = sum(int((g != 0).sum()) for g in grads)
+    assert percent_of(audit) == pytest.approx(100 * still / n, abs=5)
+
+
+def test_an_audit_changes_nothing():
+    model = make_model(torch.bfloat16)
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    train(model, opt)
+    before = [p.detach().clone() for p in model.parameters()]
+    states = [v.clone() for s in opt.state.values() for v in s.values()]
+    random = torch.get_rng_state()
+    precision_audit(model, opt)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(map(torch.equal, states, (v for s in opt.state.values() for v in s.values())))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_first_step_of_adam_is_known_and_that_of_sgd_is_not():
+    model = make_model(torch.bfloat16)
+    adam, sgd = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["sgd"](model.parameters())
+    assert 60 < percent_of(precision_audit(model, adam)) < 100
+    assert precision_audit(model, sgd).verdicts == ["SGD steps the model's bfloat16 weights"]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_float32_weights_are_fine(autocast):
+    model = make_model()
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    train(model, opt, autocast=autocast)
+    audit = precision_audit(model, opt)
+    assert audit.is_fine and "AdamW steps float32 weights: no update is lost" in audit.facts
+    assert sum(audit.bytes_per_parameter().values()) == pytest.approx(16, rel=0.01)
+
+
+HELD = {  # settings: bytes of masters and of states, a parameter
+    "per parameter": ({}, 4, 8),
+    "flat": (dict(flat_master=True), 4, 8),
+    "remainders": (dict(flat_master=True, store_param_remainders=True), 2, 8),
+    "16-bit state": (dict(flat_master=True, state_dtype={"exp_avg": torch.bfloat16}), 4, 6),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_masters_of_ours_are_fine(name):
+    settings, masters, states = HELD[name]
+    model = nn.Sequential(nn.Linear(N_IN, N_HIDDEN), nn.ReLU(), nn.Linear(N_HIDDEN, 10))
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    with_masters(model, opt, dtype="bf16", **settings)
+    model(torch.randn(4, N_IN)).sum().backward()
+    opt.step()
+    audit = precision_audit(model, opt)
+    held = audit.bytes_per_parameter()
+    assert audit.is_fine and audit.facts == ["AdamW steps float32 masters: no update is lost"]
+    assert (held["weights"], held["masters"], held["states"]) == (2, masters, states)
+
+
+def test_masters_that_are_kept_by_hand_are_fine():
+    model = make_model(torch.bfloat16)
+    copies = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    audit = precision_audit(model, torch.optim.AdamW(copies))
+    assert audit.is_fine and audit.facts == ["AdamW steps float32 copies: no update is lost"]
+    assert audit.bytes_per_parameter()["masters"] == 4
+
+
+def test_adapters_in_bfloat16_are_found_over_a_frozen_model():
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4)
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
+    for is_float in (False, True):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+        model.model.rotary_emb.float()
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        model = peft.get_peft_model(model, lora, autocast_adapter_dtype=is_float)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        audit = precision_audit(model, torch.optim.AdamW(trained, 1e-4))
+        assert audit.is_fine == is_float
+        if not is_float:
+            assert "bfloat16 weights" in audit.verdicts[0] and "requires_grad" in audit.fixes[0]
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_sharded_model_in_bfloat16_is_found(one_rank):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    bare, ours = make_model(torch.bfloat16), make_model()
+    fully_shard(bare)
+    fully_shard(ours, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for model, is_fine in ((bare, False), (ours, True)):
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        train(model, opt)
+        audit = precision_audit(model, opt)
+        assert audit.is_fine == is_fine
+    assert percent_of(precision_audit(bare, torch.optim.AdamW(bare.parameters(), 1e-4))) > 50
+
+
+def test_the_optimizers_of_a_trainer_are_unwrapped():
+    accelerate = pytest.importorskip("accelerate")
+    model = make_model(torch.bfloat16)
+    _, opt = accelerate.Accelerator(cpu=True).prepare(
+        model, OPTIMIZERS["adamw"](model.parameters())
+    )
+    assert percent_of(precision_audit(model, opt)) > 50
+    with pytest.raises(TypeError, match="a list is no optimizer"):
+        precision_audit(model, [opt])
+
+
+def test_rounded_frequencies_and_forgotten_parameters_are_found():
+    model = make_model()
+    model.register_buffer("inv_freq", torch.ones(4, dtype=torch.bfloat16))
+    audit = precision_audit(model, torch.optim.SGD(model[0].parameters(), 0.1))
+    assert [v.split(" ")[0] for v in audit.verdicts] == ["`inv_freq`", "4"]
+    assert "1.weight, 1.bias, 3.weight, …" in audit.verdicts[1]
+
+
+def test_an_optimizer_that_makes_up_for_rounding_is_fine():
+    model = make_model(torch.bfloat16)
+    opt = OPTIMIZERS["adamw"](model.parameters())
+    train(model, opt, 1)
+    for state in opt.state.values():
+        state["kahan_comp"] = torch.zeros(())
+        state["exp_avg_sq"] = state["exp_avg_sq"].float()
+    assert precision_audit(model, opt).is_fine
+
+
+def test_a_learner_has_an_audit():
+    learn = tiny.make_learner()
+    assert not learn.precision_audit().verdicts  # no optimizer yet
+    with learn.no_bar(), learn.no_logging():
+        learn.to_bf16().fit(1)
+    assert learn.precision_audit().facts == ["Optimizer steps float32 masters: no update is lost"]

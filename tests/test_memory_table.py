@@ -1,0 +1,137 @@
+"""`memory_of` and `mixedfp_memory`: what they work out is what training takes."""
+
+import gc
+import json
+
+import pytest
+import torch
+from test_memory import Peak
+from torch import nn
+
+from mixedfp.memory import MODES, load, main, memory_of, on_meta
+from mixedfp.optimizer import with_masters
+
+STATES = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
+HALF = dict(flat_master=True, store_param_remainders=True, half_grads=True)
+SETTINGS = {
+    "masters": {},
+    "remainders": dict(flat_master=True, store_param_remainders=True),
+    "and 16-bit gradients": HALF,
+    "and 16-bit states": {**HALF, "state_dtype": STATES},
+}
+
+
+class Blocks(nn.Module):
+    """Attention and linear layers: 20 M parameters, of which norms stay in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(8000, 512)
+        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(512, 8000, bias=False)
+
+    def forward(self, x):
+        return self.head(self.layers(self.words(x)))
+
+
+IDS = torch.zeros(2, 16, dtype=torch.long)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return memory_of(on_meta(Blocks), IDS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_takes_what_was_worked_out(table, mode, monkeypatch):
+    monkeypatch.setattr("mixedfp.engine.flat.CHUNK", 2**16)  # its scratch memory stays small
+    row = table.rows[mode]
+    with Peak() as peak:
+        model = Blocks()
+        opt = torch.optim.AdamW(model.parameters())
+        if mode in SETTINGS:
+            with_masters(model, opt, dtype="bf16", native=True, **SETTINGS[mode])
+        gc.collect()
+        held = peak.now
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            out = model(IDS)
+        loss = torch.log_softmax(out.float(), -1).mean()
+        active = peak.now - held
+        loss.backward()
+        del out, loss
+        opt.step()
+        gc.collect()
+    roles = "weights", "masters", "gradients", "states", "buffers"
+    assert peak.now == pytest.approx(sum(row[role] for role in roles), rel=0.03)
+    assert active == pytest.approx(row["activations"], rel=0.10)
+
+
+def test_seventy_billion_parameters_take_no_memory(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16384, intermediate_size=65536, num_hidden_layers=18)
+    heads = dict(num_attention_heads=128, num_key_value_heads=16)
+    config = transformers.LlamaConfig(vocab_size=32000, **sizes, **heads)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    model, batch = load(str(tmp_path / "config.json"), batch=1, length=64)
+    found = memory_of(model, batch)
+    assert found.n > 69e9
+    assert "GiB" in repr(found)
+    assert found.rows["float32"]["states"] == 8 * found.n
+
+
+def test_a_frozen_part_has_no_masters_gradients_or_states():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    found = memory_of(model, torch.empty(4, 64), "sgd")
+    assert found.n == 2 * found.n_trained
+    row = found.rows["masters"]
+    assert row["weights"] == 2 * found.n
+    assert row["masters"] == row["gradients"] == row["states"] == 4 * found.n_trained
+
+
+@pytest.mark.parametrize("name", ["resnet18", "test_vit"])
+def test_the_command_knows_the_models_of_torchvision_and_timm(name, capsys, tmp_path):
+    pytest.importorskip("torchvision" if name == "resnet18" else "timm")
+    size = "160" if name == "test_vit" else "64"
+    main([name, "--batch", "4", "--size", size, "--plot", str(tmp_path / "bars.png")])
+    shown = capsys.readouterr().out
+    assert "to_bf16(flat_master=True)" in shown and "activations" in shown
+    assert (tmp_path / "bars.png").stat().st_size > 10_000
+
+
+def test_the_command_takes_a_function(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    return nn.Linear(1024, 1024, bias=False), (torch.empty(8, 1024),)\n"
+    )
+    main([f"{file}:make", "--optimizer", "sgd"])
+    assert "1,048,576 parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_model"], "'no_such_model' is no model of torchvision or timm"),
+        (["no_module:make"], "No module named 'no_module'"),
+        (["resnet18", "--optimizer", "magic"], "invalid choice: 'magic'"),
+    ],
+)
+def test_the_command_names_what_is_wrong(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_optimizer_is_named():
+    with pytest.raises(ValueError, match="`optimizer` is 'magic': expected one of adamw"):
+        memory_of(nn.Linear(2, 2), torch.empty(1, 2), "magic")
+
+
+def test_a_model_is_not_changed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    before = json.dumps({k: v.tolist() for k, v in model.state_dict().items()})
+    memory_of(model, torch.empty(8, 4))
+    assert json.dumps({k: v.tolist() for k, v in model.state_dict().items()}) == before
