@@ -24,12 +24,12 @@ from fastai.optimizer import Adam
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mixedfp.callback import GradNorm, PrecisionRecorder
+from mixedfp.callback import PrecisionRecorder
 from mixedfp.examples import Darknet
 from mixedfp.overflow import find_overflow
 from mixedfp.report import precision_report
 
-MODES = {"plain": [], "watched": [PrecisionRecorder, GradNorm]}
+MODES = {"plain": [], "watched": [PrecisionRecorder]}
 
 
 class Times(Callback):

@@ -27,7 +27,7 @@ from .engine.forward import install_forward
 from .engine.masters import masters_of
 from .engine.optimizers import Shadow, core_of, param_lists
 from .engine.torch_private import uncompiled
-from .formats import NumberFormat, is_lost, ulp
+from .formats import NumberFormat, is_lost
 from .nested import check_positive, map_tensors
 
 # %% ../nbs/11_report.ipynb #cc0e14bb
@@ -362,7 +362,6 @@ class ModuleNumbers:
         self.overflows = self.is_fed_inf = False
         self.columns: Any = set()  # of the batch, beyond the range
         self.n_updated = self.n_lost = 0
-        self.steps: list[Tensor] = []  # updates in ulps
 
     def add_grad(self, what, dtype, g, scaled, scale):
         "Add true gradients of inputs or weights, and those of the 16-bit pass, held in `dtype`."
@@ -374,7 +373,6 @@ class ModuleNumbers:
         "Add the update of a 16-bit weight: what of it is lost without masters."
         self.n_lost += int(is_lost(w, update).sum())
         self.n_updated += int((update != 0).sum())
-        self.steps.append((update.abs() / ulp(w).float()).flatten())
 
     def finish(self, settings):
         "Draw the conclusions from all that was added."
@@ -382,7 +380,6 @@ class ModuleNumbers:
         snrs = (self.errors[name].decibels() for name in names)
         self.snr, self.own, self.inherited, self.grad_snr = snrs
         self.lost_updates = self.n_lost / self.n_updated if self.n_updated else math.nan
-        self.ulps = torch.cat(self.steps).median().item() if self.steps else math.nan
         self.columns = sorted(self.columns)
         scales = settings.layer_scales
         self.layer_scale = scales.get(_around(self.name, scales), 1.0)
@@ -433,7 +430,6 @@ class ModuleNumbers:
             "inherited (dB)": self.inherited,
             "grad SNR (dB)": self.grad_snr,
             "lost updates %": 100 * self.lost_updates,
-            "|Δw| (ulps)": self.ulps,
             "verdict": self.verdict + (f": column(s) {self.columns}" if self.columns else ""),
         }
 

@@ -1,0 +1,146 @@
+"""`state_dtype=`: second moments in bfloat16 move, are reproducible, and stay finite."""
+
+import io
+
+import pytest
+import torch
+from laws import small_chunks
+from torch import nn
+
+from mixedfp.engine.flat import round_stochastically
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.optimizer import with_masters
+
+BF16 = torch.bfloat16
+SECOND = {"exp_avg_sq": BF16}
+
+
+def make_run(states, optimizer=torch.optim.AdamW, seed=0, **settings):
+    torch.manual_seed(seed)
+    model = nn.Linear(16, 16, bias=False)
+    opt = optimizer(model.parameters(), 1e-3, **settings)
+    with_masters(model, opt, dtype="bf16", native=True, flat_master=True, state_dtype=states)
+    return model, opt
+
+
+def train(model, opt, steps, size=1.0):
+    """Give each step in the range `steps` gradients of its own, about as large as `size`."""
+    for i in steps:
+        g = torch.randn(16, 16, generator=torch.Generator().manual_seed(i))
+        model.weight.grad = size * g
+        opt.step()
+
+
+def second(model, opt):
+    return opt.state[model.weight]["exp_avg_sq"].float()
+
+
+def test_each_number_goes_to_a_neighbour_and_the_mean_stays():
+    x = torch.randn(1000).repeat_interleave(400)
+    noise = torch.randint(2**16, x.shape, dtype=torch.int32)
+    out = round_stochastically(torch.empty(len(x), dtype=BF16), x, noise).float()
+    down = (x.view(torch.int32) & -65536).view(torch.float32)
+    up = torch.where(down == x, down, ((x.view(torch.int32) & -65536) + 65536).view(torch.float32))
+    assert ((out == down) | (out == up)).all() and (out == up).any() and (out == down).any()
+    error = (out - x).view(1000, 400).mean(1) / (up - down).view(1000, 400)[:, 0]
+    assert error.nan_to_num().abs().max() < 0.12  # 0.5 / sqrt(400) is 0.025, four times over
+
+
+def test_the_mean_of_300_steps_is_that_of_float32():
+    means = []
+    for states in (None, SECOND):
+        run, total = make_run(states), 0.0
+        for i in range(300):
+            train(*run, [i])
+            total += second(*run).mean().item()
+        means.append(total)
+    assert means[1] == pytest.approx(means[0], rel=0.02)
+
+
+def test_a_second_moment_follows_gradients_that_shrink(monkeypatch):
+    """Rounded to the nearest number it stands still: a thousandth is less than half a 256th."""
+    ends = {}
+    for name, states in (("float32", None), ("stochastic", SECOND), ("nearest", SECOND)):
+        if name == "nearest":
+            monkeypatch.setattr("mixedfp.engine.flat.SECOND_MOMENTS", frozenset())
+        run = make_run(states)
+        train(*run, range(50))
+        before = second(*run).mean()
+        train(*run, range(50, 350), size=1e-3)
+        ends[name] = (second(*run).mean() / before).item()
+    assert ends["float32"] == pytest.approx(0.999**300, rel=0.01)
+    assert ends["stochastic"] == pytest.approx(ends["float32"], rel=0.02)
+    assert ends["nearest"] > 0.95
+
+
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one():
+    with small_chunks(48):
+        whole = make_run(SECOND)
+        train(*whole, range(20))
+        first = make_run(SECOND)
+        train(*first, range(10))
+        file = io.BytesIO()
+        torch.save({"model": first[0].state_dict(), "opt": first[1].state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        assert saved["opt"]["state"][0]["exp_avg_sq"].dtype == torch.float32
+        second_run = make_run(SECOND, seed=1)
+        second_run[0].load_state_dict(saved["model"])
+        second_run[1].load_state_dict(saved["opt"])
+        train(*second_run, range(10, 20))
+    for a, b in ((whole, first), (whole, second_run)):
+        is_same = torch.equal(second(*a), second(*b))
+        assert is_same == (b is second_run)
+    assert torch.equal(
+        whole[1].masters[whole[0].weight], second_run[1].masters[second_run[0].weight]
+    )
+
+
+def test_the_curve_of_training_is_that_of_float32_states():
+    x, losses = torch.randn(256, 16), {}
+    y = torch.tanh(x @ torch.randn(16, 16))
+    for name, states in (("float32", None), ("16 bits", {"exp_avg": BF16, "exp_avg_sq": BF16})):
+        model, opt = make_run(states)
+        opt.param_groups[0]["lr"] = 1e-2
+        for _ in range(200):
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        losses[name] = loss.item()
+    assert losses["16 bits"] == pytest.approx(losses["float32"], rel=0.02)
+
+
+STATES = {
+    "AdamW": dict.fromkeys(("exp_avg", "exp_avg_sq"), BF16),
+    "NAdam": dict.fromkeys(("exp_avg", "exp_avg_sq"), BF16),
+    "RAdam": dict.fromkeys(("exp_avg", "exp_avg_sq"), BF16),
+    "RMSprop": {"square_avg": BF16},
+    "Adagrad": {"sum": BF16},
+    "Adadelta": dict.fromkeys(("square_avg", "acc_delta"), BF16),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_rows_without_gradients_stay_finite(name):
+    model, opt = make_run(STATES[name], getattr(torch.optim, name))
+    before = opt.masters[model.weight].clone()
+    for _ in range(5):
+        model.weight.grad = torch.ones(16, 16)
+        model.weight.grad[:8] = 0
+        opt.step()
+    after = opt.masters[model.weight]
+    assert after.isfinite().all() and not torch.equal(after[8:], before[8:])
+    assert all(s.float().isfinite().all() for s in opt.state[model.weight].values() if s.ndim)
+
+
+def test_adamw_allows_amsgrad():
+    model, opt = make_run({"max_exp_avg_sq": BF16}, amsgrad=True)
+    train(model, opt, range(5))
+    assert opt.state[model.weight]["max_exp_avg_sq"].dtype == BF16
+
+
+@pytest.mark.parametrize("name", ["exp_avg_sq", "sqr_avg", "square_avg"])
+def test_a_second_moment_in_float16_is_refused_by_name(name):
+    with pytest.raises(MixedPrecisionError, match=f"'{name}': torch.float16.*eps of 1e-8"):
+        make_run({name: torch.float16})
