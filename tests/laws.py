@@ -155,7 +155,7 @@ OTHERS_OF_TORCH = {
 }
 OF_TORCH = ELEMENTWISE_OF_TORCH | FUSED | OTHERS_OF_TORCH
 WITH_16_BIT_STATES = {
-    "SGD_momentum": "momentum_buffer", "AdamW": "exp_avg", "Adagrad": "sum", "adam": "grad_avg",
+    "SGD_momentum": "momentum_buffer", "AdamW": "exp_avg", "adam": "grad_avg",
     "sgd": "grad_avg", "torch_adamw": "exp_avg",
 }  # fmt: skip
 
