@@ -55,6 +55,11 @@ def check_model(
 
 
 def _check_tensor(name, t):
+    if t.requires_grad and t.grad_dtype not in (None, t.dtype, torch.float32):
+        raise MixedPrecisionError(
+            f"`{name}` has grad_dtype={t.grad_dtype}, and masters take float32 gradients: set "
+            "p.grad_dtype = torch.float32, or keep them in 16 bits with half_grads=True"
+        )
     if is_lazy(t):
         raise MixedPrecisionError(
             f"the shape of `{name}` is not known yet: run a batch through the model first"
