@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from fastai.callback.core import Callback, CancelFitException, CancelStepException
@@ -464,22 +464,14 @@ def precision_report(
         dtype = policy.dtype
         now: dict[str, Any] = dict(loss_scale=cb.loss_scale, layer_scales=cb.layer_scales)
         kwargs = now | dict(keep_fp32=policy.keep_fp32, native=policy.native) | kwargs
-    probe = self.opt
-    if probe is None and "opt" not in kwargs:
-        twin = copy.copy(self)
-        with no_random():
-            type(twin).create_opt(twin)
-        probe = twin.opt
-    settings: dict[str, Any] = dict(opt=probe, training=True) | kwargs
-    model: Any = self.model
+    settings, model = {"training": True, **kwargs}, cast(nn.Module, self.model)
     return report_of(model, _some_batches(self, n_batches), _loss_of(self), dtype, **settings)
 
 
 @patch
 def precision_audit(self: Learner) -> PrecisionAudit:
     "List the dtypes that the model and its optimizer hold, and the updates that are lost."
-    model: Any = self.model
-    return audit_of(model, *([] if self.opt is None else [self.opt]))
+    return audit_of(cast(nn.Module, self.model), *([] if self.opt is None else [self.opt]))
 
 # %% ../nbs/10_callback.ipynb #037782ea
 class PrecisionRecorder(Callback):

@@ -107,7 +107,7 @@ def test_another_grad_dtype_is_refused_before_anything_is_changed():
 
 
 def test_fsdp2_does_not_honour_grad_dtype_yet(tmp_path):
-    """A canary (pytorch#197504): once it does, sharded 16-bit weights can have float32 gradients."""
+    """A canary: once FSDP2 does (pytorch#197504), sharded weights can have float32 gradients."""
     from torch.distributed.fsdp import fully_shard
 
     distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)

@@ -252,3 +252,50 @@ def test_a_compiled_model_is_searched_uncompiled():
     model = torch.compile(new(Residual, "last", "value"), backend="eager")
     model(batch()[0])
     assert find_overflow(model, batch(), loss_func).module == "last"
+
+
+# What is printed was trained with
+
+
+class Normalized(nn.Module):
+    """Divides by a norm near 0: outputs are small, the gradient is a thousand times as large."""
+
+    def forward(self, x):
+        x = x * 1e-4
+        return x / (x.norm(dim=-1, keepdim=True) + 1e-3)
+
+
+def test_an_overflow_of_the_backward_pass_alone_is_fixed_in_three_ways():
+    model = nn.Sequential(nn.Linear(8, 8), Normalized(), nn.Linear(8, 4))
+    batch, scale = (torch.randn(16, 8), torch.arange(16) % 4), 2.0**16
+    half = copy.deepcopy(model).half()
+    assert half(batch[0].half()).abs().max() < 350  # nothing is wrong forward
+    found = find_overflow(model, batch, F.cross_entropy, scale=scale)
+    assert found.phase == "backward" and found.module == "1" and found.operation
+    kinds = [fix.split("=")[0] for fix in found.fixes]
+    assert kinds == ["loss_scale", "layer_scales", "keep_fp32", "dtype"]
+    assert "only the scaled gradient overflows" in found.cause
+
+
+class Drifts(nn.Module):
+    """In float16 out of range at once; in float32 finite, and ten times larger at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        x = self.linear(x)
+        if x.dtype == torch.float32:
+            self.calls += 1
+            return x * 10.0**self.calls
+        return x * 1e6 * 1e-6 if x.dtype == torch.bfloat16 else x * 6e4 * 6e4
+
+
+def test_a_fix_with_which_training_diverges_is_not_printed(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 8), Drifts(), nn.Linear(8, 20))
+    batch = torch.randn(16, 4), torch.arange(16) % 2
+    found = find_overflow(model, batch, F.cross_entropy)
+    assert found.module == "1" and found.fixes == ("dtype=torch.bfloat16",)
+    monkeypatch.setattr("mixedfp.overflow.STEPS", 1)  # one step shows nothing
+    assert "keep_fp32=['1']" in find_overflow(model, batch, F.cross_entropy).fixes
