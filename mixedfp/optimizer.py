@@ -51,10 +51,10 @@ def _check_optimizers(model, optimizers):
 
 
 def _check_model(model):
-    if isinstance(model, DistributedDataParallel) or uncompiled(model) is not model:
+    if isinstance(model, DistributedDataParallel):
         raise ValueError(
-            f"`model` is a {type(model).__name__}: give the model inside, and call "
-            "DistributedDataParallel or torch.compile on the model that with_masters returns"
+            "`model` is a DistributedDataParallel: give the model inside, and call "
+            "DistributedDataParallel on the model that with_masters returns"
         )
 
 # %% ../nbs/09_optimizer.ipynb #ff4bd33d
@@ -73,9 +73,9 @@ def with_masters(
 ) -> tuple:  # the model and each of `optimizers`: the same objects
     """Put `model` into 16 bits and have `optimizers` step float32 masters of its parameters.
 
-    Call it before `DistributedDataParallel` and `torch.compile`. With `dtype=torch.float32` no
-    number changes. `opt.masters` is the owner of the masters: `opt.masters.shown()` swaps them in,
-    `opt.masters.restore()` ends it, `opt.masters.skipped` lists skipped steps.
+    Call it before `DistributedDataParallel`; `torch.compile` may come before or after it. With
+    `dtype=torch.float32` no number changes. `opt.masters` is the owner of the masters:
+    `opt.masters.shown()` swaps them in, `restore()` ends it, `skipped` lists skipped steps.
     With `store_param_remainders` (the name in Apex, Megatron-LM and TransformerEngine) weights are
     rounded half up instead of half to even. `state_dtype={"exp_avg": torch.bfloat16}` rounds what a
     step leaves in a state; files hold float32. With `half_grads` clipping sees scaled 16-bit
@@ -90,7 +90,7 @@ def with_masters(
     policy = Policy(**settings)
     _check_model(model)
     _check_optimizers(model, optimizers)
-    masters: Any = masters_of(model)
+    masters: Any = masters_of(uncompiled(model))
     is_new = masters is None
     if is_new:
         mixed = MixedStep(policy)

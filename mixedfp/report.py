@@ -487,14 +487,14 @@ class PrecisionReport:
         return f"{head}{found}{more}\n→ {self.line or 'none of the settings that were tried helps'}"
 
     def plot(self, what: str = "activations", ax: Any = None) -> Any:  # matplotlib's axes
-        """Draw the exponents of 'activations' or 'gradients', or the errors, 'snr'.
+        """Draw the exponents of 'activations' or of 'gradients'.
 
-        Exponents: a row a module, and in grey the range that the format holds; gradients are the
-        true ones, and their range is that of a scaled loss. Raises: ValueError.
+        A row a module, and in grey the range that the format holds; gradients are the true ones,
+        and their range is that of a scaled loss. Raises: ValueError.
         """
-        if what not in ("activations", "gradients", "snr"):
-            raise ValueError(f"`what` is {what!r}: expected activations, gradients or snr")
-        return _plot_snr(self, ax) if what == "snr" else _plot_exponents(self, what, ax)
+        if what not in ("activations", "gradients"):
+            raise ValueError(f"`what` is {what!r}: expected activations or gradients")
+        return _plot_exponents(self, what, ax)
 
     def __repr__(self) -> str:
         """Return headline and table."""
@@ -574,7 +574,7 @@ def _policy_of(model):
 
 # %% ../nbs/11_report.ipynb #1e3bee69
 # Okabe and Ito's, https://jfly.uni-koeln.de/color
-_BLUE, _ORANGE, _GREEN, _RED, _GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
+_BLUE, _RED, _GREY = "#0072B2", "#D55E00", "#999999"
 
 
 def _axes(n_rows, ax):
@@ -583,16 +583,6 @@ def _axes(n_rows, ax):
     import matplotlib.pyplot as plt
 
     return plt.figure(figsize=(7.0, 1.7 + 0.19 * n_rows), layout="constrained").subplots()
-
-
-def _finish(ax, modules, xlabel):
-    "Names of modules from top to bottom; the legend above."
-    names = [m.name or "(model)" for m in modules]
-    short = [n if len(n) < 30 else "…" + n[-28:] for n in names]
-    ax.set_yticks(range(len(names)), short, fontsize=7)
-    ax.set(ylim=(len(modules) - 0.4, -0.6), xlabel=xlabel)
-    ax.legend(ncols=3, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return ax
 
 
 def _plot_exponents(report, kind, ax):
@@ -623,25 +613,12 @@ def _plot_exponents(report, kind, ax):
     ax.axvspan(limits[0], limits[2], color=_GREY, alpha=0.18, lw=0, zorder=0)
     ax.set_xlim(low, high)
     xlabel = f"exponent of {kind} in float32: numbers from $2^x$ to $2^{{x+1}}$"
-    return _finish(ax, modules, xlabel)
-
-
-def _plot_snr(report, ax):
-    modules = [m for m in report.modules if m.snr < math.inf]  # nor nan
-    ax = _axes(len(modules), ax)
-    kinds = (
-        (-0.2, "own", _BLUE, "o", "output, own error"),
-        (0, "inherited", _ORANGE, "s", "output, inherited error"),
-        (0.2, "grad_snr", _GREEN, "^", "gradient, all errors"),
-    )
-    for shift, kind, color, marker, label in kinds:
-        values = [getattr(m, kind) for m in modules]
-        x = [max(v, 0) if v < math.inf else math.nan for v in values]  # 0: also of inf and nan
-        y = [i + shift for i in range(len(modules))]
-        ax.plot(x, y, marker, ls="", color=color, ms=4, label=label)
-    ax.axvline(MIN_OWN_SNR, color=_RED, ls="--", lw=1, label="error a tenth of the output")
-    name = NumberFormat.of(report.settings.policy.dtype).name
-    return _finish(ax, modules, f"signal to noise of {name} against float32 (dB)")
+    names = [m.name or "(model)" for m in modules]  # from top to bottom
+    short = [n if len(n) < 30 else "…" + n[-28:] for n in names]
+    ax.set_yticks(range(len(names)), short, fontsize=7)
+    ax.set(ylim=(len(modules) - 0.4, -0.6), xlabel=xlabel)
+    ax.legend(ncols=3, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return ax
 
 
 def plot_loss_scale(

@@ -299,3 +299,17 @@ def test_a_fix_with_which_training_diverges_is_not_printed(monkeypatch):
     assert found.module == "1" and found.fixes == ("dtype=torch.bfloat16",)
     monkeypatch.setattr("mixedfp.overflow.STEPS", 1)  # one step shows nothing
     assert "keep_fp32=['1']" in find_overflow(model, batch, F.cross_entropy).fixes
+
+
+class Masked(nn.Module):
+    """Masks with a constant that PyTorch refuses to write into float16."""
+
+    def forward(self, x):
+        return x.masked_fill(x < 0, -1e9).relu()
+
+
+def test_a_constant_that_pytorch_refuses_is_found():
+    model = nn.Sequential(nn.Linear(8, 8), Masked(), nn.Linear(8, 4))
+    found = find_overflow(model, (torch.randn(16, 8), torch.arange(16) % 4), F.cross_entropy)
+    assert found.module == "1" and "a constant beyond the range of torch.float16" in found.cause
+    assert "masked_fill" in found.line and "dtype=torch.bfloat16" in found.fixes

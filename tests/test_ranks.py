@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from mixedfp.callback import MixedPrecision
-from mixedfp.engine.ranks import average_over_ranks
+from mixedfp.engine.ranks import average_over_ranks, take_from_first
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import masters_of, with_masters
 from mixedfp.scaler import LossScaler
@@ -199,6 +199,13 @@ def averages(rank):
     return [p.grad for p in params]
 
 
+def sent(rank):
+    """Return what the first process has sent: weights in memory order and not."""
+    found = torch.arange(6.0).view(2, 3) + 10 * rank, torch.arange(6.0).view(3, 2).T + 10 * rank
+    take_from_first(found)
+    return found
+
+
 def uneven(rank):
     """Train a float32 model by DDP and `join`, the second process with fewer batches."""
     torch.manual_seed(0)
@@ -247,7 +254,7 @@ def work(rank):
     be_distributed(rank)
     jobs = {name: (train, case) for name, case in CASES.items()}
     jobs |= {f"fit {name}": (fit, case) for name, case in LEARNERS.items()}
-    jobs |= {f.__name__: (f, {}) for f in (refusals, averages, uneven)}
+    jobs |= {f.__name__: (f, {}) for f in (refusals, averages, sent, uneven)}
     jobs |= {f"statistics {mixed}": (statistics, dict(is_mixed=mixed)) for mixed in (0, 1)}
     found = {}
     for name, (f, case) in jobs.items():
@@ -329,6 +336,11 @@ def test_what_is_refused(ranks):
 def test_complex_gradients_and_those_of_frozen_layers_are_averaged(ranks):
     for found in ranks("averages"):
         assert_same(found, [torch.tensor([1.5 + 4.5j]), torch.tensor([1.5])])
+
+
+def test_tensors_of_any_layout_are_sent(ranks):
+    rows, columns = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).T
+    assert_same(ranks("sent"), [(rows, columns)] * 2)
 
 
 def test_uneven_batches_of_a_float32_model(ranks):

@@ -330,13 +330,10 @@ def test_rows_of_a_plot_are_the_modules_from_top_to_bottom():
     net = nn.Sequential(OrderedDict(a=nn.Linear(4, 8), mask=nn.ReLU(), b=nn.Linear(8, 2)))
     x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))
     report = precision_report(net, [(x, y)], cross_entropy)
-    report.modules[2].snr = math.nan
-    for what, names in dict(snr=["a", "b"], gradients=["a", "mask", "b"]).items():
-        ax = report.plot(what)
-        assert [label.get_text() for label in ax.get_yticklabels()] == names
-        low, high = ax.get_ylim()
-        assert low > high and ax.get_xlabel()
-        assert all(line.get_ls() == "None" for line in ax.lines[:-1] if what == "snr")
+    ax = report.plot("gradients")
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "mask", "b"]
+    low, high = ax.get_ylim()
+    assert low > high and ax.get_xlabel()
 
 
 def test_models_that_hang_tensors_on_modules_and_on_tensors():
@@ -351,3 +348,14 @@ def test_models_that_hang_tensors_on_modules_and_on_tensors():
     blocks = SequentialEx(nn.Linear(4, 4), nn.ReLU(inplace=True), MergeLayer())
     report = precision_report(blocks, [(torch.randn(4, 4), 0)], lambda out, y: out.square().mean())
     assert report.verdicts == {} and min(m.own for m in report.modules) > 50
+
+
+def test_the_scale_of_a_layer_moves_its_window():
+    model, batch = make("conv"), batch_of("conv")
+    plain = precision_report(model, [batch], loss_func)
+    name = next(m.name for m in plain.modules if m.params)
+    scaled = precision_report(model, [batch], loss_func, layer_scales={name: 16.0})
+    before, after = (next(m for m in r.modules if m.name == name) for r in (plain, scaled))
+    assert after.window == (before.window[0] - 4, before.window[1] - 4)
+    low, high = before.window
+    assert plain.table.loc[name, "scale window"] == f"[2^{low:.0f}, 2^{high:.0f}]"

@@ -18,7 +18,9 @@ from mixedfp.testing import assert_same
 
 PACKAGE = Path(private.__file__).parents[1]
 # attributes that have no function, and special names of the language and of pickle
-KNOWN = set("_python_dispatch _version _parameters _buffers _modules _asdict _replace".split())
+KNOWN = set(
+    "_python_dispatch _subclasses _version _parameters _buffers _modules _asdict _replace".split()
+)
 
 
 def test_dynamo_leaves_a_function_alone():
@@ -147,3 +149,23 @@ def test_private_names_are_used_in_one_module():
         if names:
             found[path.name] = names
     assert not found
+
+
+def test_functions_are_called_around_a_compilation_and_registered_once():
+    import torch._dynamo.callback  # noqa: F401
+
+    calls = []
+
+    def before(_):
+        calls.append("before")
+
+    def after(_):
+        calls.append("after")
+
+    torch._dynamo.reset()
+    for _ in range(2):
+        private.around_compilation(before, after)
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    torch._dynamo.reset()  # which forgets them
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(2))
+    assert calls == ["before", "after"]
