@@ -277,9 +277,11 @@ OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.opti
 FASTAI_OPTIMIZERS = {"sgd": partial(SGD, mom=0.9), "adamw": Adam}
 
 
-def make_opt(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+def make_opt(
+    model: nn.Module, args: argparse.Namespace, fused: bool = False
+) -> torch.optim.Optimizer:
     """Build the optimizer that was asked for."""
-    fused = {"fused": True} if args.fused else {}
+    fused = {"fused": True} if args.fused or fused else {}
     return OPTIMIZERS[args.opt](model.parameters(), lr=RATE, **fused)
 
 
@@ -288,16 +290,32 @@ def plain(model: nn.Module, args: argparse.Namespace) -> Loop:
     return Loop(model, make_opt(model, args))
 
 
-def autocast(dtype: torch.dtype, model: nn.Module, args: argparse.Namespace) -> Loop:
+def autocast(
+    dtype: torch.dtype,
+    model: nn.Module,
+    args: argparse.Namespace,
+    fused: bool = False,
+    compiled: bool = False,
+) -> Loop:
     """Train under `torch.autocast`, and with a scaler for float16: what PyTorch recommends."""
     scaler = torch.amp.GradScaler(args.device, enabled=dtype == torch.float16)
     context = partial(torch.autocast, torch.device(args.device).type, dtype)
-    return Loop(model, make_opt(model, args), context=context, scaler=scaler)
+    opt = make_opt(model, args, fused)
+    model = torch.compile(model) if compiled else model
+    return Loop(model, opt, context=context, scaler=scaler)
 
 
-def ours(dtype: torch.dtype, how: dict, model: nn.Module, args: argparse.Namespace) -> Loop:
+def ours(
+    dtype: torch.dtype,
+    how: dict,
+    model: nn.Module,
+    args: argparse.Namespace,
+    fused: bool = False,
+    compiled: bool = False,
+) -> Loop:
     """Train a 16-bit model with float32 masters."""
-    model, opt = with_masters(model, make_opt(model, args), dtype=dtype, **how)
+    model, opt = with_masters(model, make_opt(model, args, fused), dtype=dtype, **how)
+    model = torch.compile(model) if compiled else model
     scaler = LossScaler(args.device, init_scale=512.0, enabled=dtype == torch.float16)
     return Loop(model, opt, dtype, scaler=scaler)
 
@@ -369,6 +387,13 @@ class Way:
 
 
 f16, b16 = torch.float16, torch.bfloat16
+fused, compiled = {"fused": True}, {"fused": True, "compiled": True}
+BEST = {  # the switches that a user has, of which the best for a model is compared
+    "fused": (fused, False),
+    "fused-cl": (fused, True),
+    "compiled": (compiled, False),
+    "compiled-cl": (compiled, True),
+}
 flat = {"flat_master": True}
 cut = {"store_param_remainders": True}
 half = {"half_grads": True}
@@ -398,14 +423,16 @@ WAYS = {
     "learn-bf16-states": Way(partial(ours_in_fastai, "to_bf16", flat | cut | halves)),
     "learn-bf16-flat-cl": Way(partial(ours_in_fastai, "to_bf16", flat), True),
     "learn-bf16-remainders-half": Way(partial(ours_in_fastai, "to_bf16", flat | cut | half)),
+    **{f"autocast-bf16-{k}": Way(partial(autocast, b16, **on), cl) for k, (on, cl) in BEST.items()},
+    **{f"bf16-flat-{k}": Way(partial(ours, b16, flat, **on), cl) for k, (on, cl) in BEST.items()},
     "fp16": Way(partial(ours, f16, {})),
     "fp16-flat": Way(partial(ours, f16, flat)),
     "learn-fp16-flat": Way(partial(ours_in_fastai, "to_fp16", flat)),
 }
-MEANINGS = """-cl: channels_last. bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in
-one vector. learn-*: the same by learn.to_bf16() and learn.to_fp16(), with
-fastai's optimizer; -remainders: store_param_remainders=True, -half: and half_grads=True, -states:
-and the momentum in bfloat16;
+MEANINGS = """-cl: channels_last; -fused: PyTorch's fused optimizer; -compiled: and torch.compile.
+bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in one vector. learn-*: the same by
+learn.to_bf16() and learn.to_fp16(), with fastai's optimizer; -remainders:
+store_param_remainders=True, -half: and half_grads=True, -states: and the momentum in bfloat16;
 learn-fp32 is a Learner in float32, learn-autocast-bf16 one under autocast.
 fabric-bf16-true has no masters: what small updates it loses is not in this table."""
 
@@ -601,6 +628,37 @@ def show(lines: list[dict]) -> None:
         )
 
 
+def show_best(lines: list[dict]) -> None:
+    """Print, for each model, the best of the switches under autocast and in ours."""
+    found = {(o["model"], o["way"]): o for o in lines}
+    rows = []
+    for model in dict.fromkeys(o["model"] for o in lines):
+        best = []
+        for start in ("autocast-bf16", "bf16-flat"):
+            own = [found.get((model, f"{start}-{k}")) for k in BEST]
+            best.append(min((o for o in own if o), key=lambda o: o["ms"], default=None))
+        if all(best):
+            rows.append((model, *best, best[0]["ms"] / best[1]["ms"]))
+    if rows:
+        print("\n| model | the best under autocast | × fp32 | pays back after | the best of ours "
+              "| × fp32 | pays back after | ours, × autocast |")  # fmt: skip
+        print("|---|---|---|---|---|---|---|---|")
+    for model, *both, ratio in rows:
+        cells = [f"{o['way']} | {o['to_fp32']:.2f} | {payback(o, found)}" for o in both]
+        print(f"| {model} | {' | '.join(cells)} | {ratio:.2f} |")
+    if rows:
+        print(f"\ngeometric mean: {geometric_mean(ratio for *_, ratio in rows):.2f}")
+
+
+def payback(line: dict, found: dict) -> str:
+    """After how many steps compiling has cost no time any more."""
+    eager = found.get((line["model"], line["way"].replace("compiled", "fused")))
+    if eager is None or eager is line:
+        return "at once"
+    gain = eager["ms"] - line["ms"]
+    return f"{(line['first_ms'] - eager['first_ms']) / gain:,.0f} steps" if gain > 0 else "never"
+
+
 def means(lines: list[dict]) -> list[dict]:
     """Put the models together: a line a way."""
     base = {o["model"]: o["bytes"] for o in lines if o["way"] == "fp32"}
@@ -741,6 +799,7 @@ def main() -> None:
             whole = {**about(args), "results": lines, "geometric_means": means(lines)}
             args.out.write_text(json.dumps(whole, indent=1) + "\n")
     show(lines)
+    show_best(lines)
     show_means(means(lines))
     print("\n" + MEANINGS.replace("\n", " "))
 

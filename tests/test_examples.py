@@ -174,17 +174,18 @@ def test_predict_export_and_load(tmp_path):
 
 
 def test_the_same_pictures_in_every_process():
-    """In one that has another hash seed, and has drawn no numbers before."""
+    """In one that has another hash seed, and has drawn no numbers before; it needs no skorch."""
     torch.rand(3), np.random.rand(3), random.random()
     x, y = photos(n_train=64, n_valid=2, device="cpu").train.one_batch()
     code = (
-        "from mixedfp.examples import photos\n"
+        "import sys\nfrom mixedfp.all import *\nimport mixedfp.compare\n"
+        "names = 'fastai', 'skorch'\n"
         "x, y = photos(n_train=64, n_valid=2, device='cpu').train.one_batch()\n"
-        "print(x.double().sum().item(), y.tolist())\n"
+        "print(x.double().sum().item(), y.tolist(), *[m in sys.modules for m in names])\n"
     )
     env = os.environ | {"PYTHONHASHSEED": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.stdout == f"{x.double().sum().item()} {y.tolist()}\n", run.stderr
+    assert run.stdout == f"{x.double().sum().item()} {y.tolist()} True False\n", run.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,14 +1,11 @@
-"""Packed weights, frequencies, complex buffers, a `grad_dtype` of the user; and norms."""
+"""Packed weights, frequencies, complex buffers, a `grad_dtype` of the user."""
 
 import copy
 import io
 
 import pytest
 import torch
-from ranks import on_ranks
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
@@ -120,46 +117,3 @@ def test_fsdp2_does_not_honour_grad_dtype_yet(tmp_path):
         assert model.weight.grad.dtype == BF16
     finally:
         distributed.destroy_process_group()
-
-
-# Norms
-
-
-def clipped_norm(n_groups, layout, dtype, group=None):
-    """Return the norm that clipping has computed, and that of the same gradients in float64."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(20)))
-    params = list(model.parameters())
-    groups = [{"params": params[i::n_groups]} for i in range(n_groups)]
-    opt = torch.optim.AdamW(groups, 1e-3)
-    with_masters(model, opt, dtype=dtype, flat_master=layout == "flat")
-    scaler = LossScaler("cpu", 2.0**8, enabled=dtype == torch.float16)
-    net = model if group is None else DistributedDataParallel(model)
-    x = torch.randn(16, 64)
-    part = slice(None) if group is None else slice(8 * group, 8 * group + 8)
-    scaler.scale(net(x[part]).square().mean()).backward()
-    scaler.unscale_(opt)
-    grads = torch.cat([p.grad.flatten() for p in params])
-    return clip_grad_norm_(params, 1e9).item(), grads.double().norm().item()
-
-
-@pytest.mark.parametrize("n_groups", [1, 20])
-@pytest.mark.parametrize("layout", ["a master each", "flat"])
-@pytest.mark.parametrize("dtype", [torch.float16, BF16])
-def test_the_norm_that_clips_is_that_of_float64(n_groups, layout, dtype):
-    found, truth = clipped_norm(n_groups, layout, dtype)
-    assert found == pytest.approx(truth, rel=1e-6)
-    assert found == clipped_norm(1, "a master each", dtype)[0]  # to the bit
-
-
-def norms_of(rank):
-    return [clipped_norm(n, layout, BF16, rank) for n in (1, 20) for layout in ("each", "flat")]
-
-
-def test_the_norm_is_the_same_in_two_processes(tmp_path):
-    ranks = on_ranks(2, norms_of, tmp_path, ("test_foreign_parameters",))
-    assert ranks[0] == ranks[1] and len({found for found, _ in ranks[0]}) == 1
-    alone, _ = clipped_norm(1, "each", BF16)
-    for found, truth in ranks[0]:
-        assert found == pytest.approx(truth, rel=1e-6)
-        assert found == pytest.approx(alone, rel=1e-2)  # the batch is rounded in two halves

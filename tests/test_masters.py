@@ -2,10 +2,12 @@
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import tiny
 import torch
+from fastai.optimizer import OptimWrapper
 from torch import nn
 
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
@@ -45,6 +47,29 @@ def test_the_lists_of_a_learner_hold_its_masters(flat):
         assert len(ms) == (1 if flat else len(ps)) and all(m.dtype == torch.float32 for m in ms)
         own = torch.cat([learn.opt.masters[p].flatten() for p in ps])
         assert torch.equal(torch.cat([m.flatten() for m in ms]), own)
+
+
+def fused(params, **kwargs):
+    """PyTorch's fused AdamW for fastai, as lesson 05 writes it."""
+    return OptimWrapper(params, partial(torch.optim.AdamW, fused=True), **kwargs)
+
+
+@pytest.mark.parametrize("to", ["to_bf16", "to_fp16"])
+def test_a_fused_optimizer_follows_the_rates_of_groups_and_schedules(to):
+    """`fit_one_cycle` with a slice of rates: flat has the same bits, and unfused nearly so."""
+    runs = {}
+    for name, opt, flat in (("flat", fused, True), ("each", fused, False), ("plain", None, True)):
+        opt = tiny.torch_optimizer(torch.optim.AdamW) if opt is None else opt
+        learn = tiny.make_learner(opt, splitter=tiny.three_groups, seed=3)
+        getattr(learn, to)(flat_master=flat)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit_one_cycle(2, slice(1e-3, 1e-2))
+        rates = [h["lr"] for h in learn.opt.hypers]
+        assert rates[0] < rates[-1] and len(rates) == 3
+        runs[name] = tiny.weights(learn)
+    assert_same(runs["flat"], runs["each"])
+    for k, v in runs["plain"].items():
+        torch.testing.assert_close(runs["flat"][k].float(), v.float(), rtol=0.02, atol=2e-3)
 
 
 def test_weights_beyond_float16_are_named_and_others_are_not(warnings_of):

@@ -199,6 +199,30 @@ def averages(rank):
     return [p.grad for p in params]
 
 
+def clipped_norm(n_groups, layout, dtype, group=None):
+    """Return the norm that clipping has computed, and that of the same gradients in float64."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(20)))
+    params = list(model.parameters())
+    groups = [{"params": params[i::n_groups]} for i in range(n_groups)]
+    opt = torch.optim.AdamW(groups, 1e-3)
+    with_masters(model, opt, dtype=dtype, flat_master=layout == "flat")
+    scaler = LossScaler("cpu", 2.0**8, enabled=dtype == torch.float16)
+    net = model if group is None else DistributedDataParallel(model)
+    x = torch.randn(16, 64)
+    part = slice(None) if group is None else slice(8 * group, 8 * group + 8)
+    scaler.scale(net(x[part]).square().mean()).backward()
+    scaler.unscale_(opt)
+    grads = torch.cat([p.grad.flatten() for p in params])
+    return clip_grad_norm_(params, 1e9).item(), grads.double().norm().item()
+
+
+def norms(rank):
+    """Return these of two processes, for one group and twenty, flat and not."""
+    layouts = "a master each", "flat"
+    return [clipped_norm(n, layout, BF16, rank) for n in (1, 20) for layout in layouts]
+
+
 def sent(rank):
     """Return what the first process has sent: weights in memory order and not."""
     found = torch.arange(6.0).view(2, 3) + 10 * rank, torch.arange(6.0).view(3, 2).T + 10 * rank
@@ -254,7 +278,7 @@ def work(rank):
     be_distributed(rank)
     jobs = {name: (train, case) for name, case in CASES.items()}
     jobs |= {f"fit {name}": (fit, case) for name, case in LEARNERS.items()}
-    jobs |= {f.__name__: (f, {}) for f in (refusals, averages, sent, uneven)}
+    jobs |= {f.__name__: (f, {}) for f in (refusals, averages, norms, sent, uneven)}
     jobs |= {f"statistics {mixed}": (statistics, dict(is_mixed=mixed)) for mixed in (0, 1)}
     found = {}
     for name, (f, case) in jobs.items():
@@ -358,3 +382,24 @@ def test_learners_agree(name, ranks):
     if "full" in name:
         assert_same(one, ranks("fit plain, some" if "some" in name else "fit plain")[0])
     assert one[3] == ([0] if "half" in name else [])
+
+
+# Norms
+
+
+@pytest.mark.parametrize("n_groups", [1, 20])
+@pytest.mark.parametrize("layout", ["a master each", "flat"])
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+def test_the_norm_that_clips_is_that_of_float64(n_groups, layout, dtype):
+    found, truth = clipped_norm(n_groups, layout, dtype)
+    assert found == pytest.approx(truth, rel=1e-6)
+    assert found == clipped_norm(1, "a master each", dtype)[0]  # to the bit
+
+
+def test_the_norm_is_the_same_in_two_processes(ranks):
+    one, other = ranks("norms")
+    assert one == other and len({found for found, _ in one}) == 1
+    alone, _ = clipped_norm(1, "a master each", BF16)
+    for found, truth in one:
+        assert found == pytest.approx(truth, rel=1e-6)
+        assert found == pytest.approx(alone, rel=1e-2)  # the batch is rounded in two halves
