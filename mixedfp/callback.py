@@ -63,7 +63,7 @@ class MixedPrecision(Callback):
 
     From the moment it is added to a Learner until it is removed, `learn.model` is in `dtype` and
     `learn.opt` steps the masters. `learn.mp_cb` names it.
-    Raises: TypeError, ValueError for settings that make no sense; MixedPrecisionError for what
+    Raises: TypeError, ValueError for invalid settings; MixedPrecisionError for what
     cannot work.
     """
 
@@ -222,7 +222,7 @@ class MixedPrecision(Callback):
             raise CancelStepException
 
     def after_step(self) -> None:
-        "Let the loss scale follow."
+        "Update the loss scale."
         try:
             self.mixed.update()
         except MixedPrecisionError as e:
@@ -236,7 +236,7 @@ class MixedPrecision(Callback):
             raise CancelFitException
 
     def after_cancel_batch(self) -> None:
-        "Keep a batch that was cancelled apart from the next."
+        "End a cancelled batch, so that it does not affect the next."
         self.mixed.cancel()
 
     def _is_searching(self):
@@ -280,7 +280,7 @@ class MixedPrecision(Callback):
             return f"The search for the first one has failed: {type(e).__name__}: {e}"
         return str(found) if found is not None else NOT_AGAIN
 
-    # --- what there is to see ---
+    # --- what users read ---
 
     @property
     def loss_scale(self) -> float:
@@ -330,7 +330,7 @@ class MixedPrecision(Callback):
         return self.mixed.masters
 
     def __getstate__(self) -> dict:
-        """Be copied and pickled without a batch."""
+        """Copy and pickle without the batch."""
         return vars(self) | dict(_suspect=None, _random_state=None)
 
     def __repr__(self) -> str:
@@ -345,7 +345,7 @@ class MixedPrecision(Callback):
         return f"{type(self).__name__}({', '.join([str(policy.dtype), *parts])})"
 
     def __format__(self, spec: str) -> str:
-        """Be one line in `learn.summary()`."""
+        """Return one line for `learn.summary()`."""
         return format(repr(self), spec)
 
 
@@ -364,7 +364,7 @@ def _groups(learn):
 
 # %% ../nbs/10_callback.ipynb #d11e58e5
 def _use(learn, cb):
-    "Exchange the mixed precision of `learn` for `cb`; where `cb` refuses, it is in float32."
+    "Replace the mixed precision of `learn` by `cb`; if `cb` refuses, `learn` is in float32."
     learn.to_fp32().add_cb(cb)
     try:
         cb.after_create()
@@ -382,7 +382,7 @@ def to_fp16(
     flat_master: bool = False,  # masters in a few long vectors, not one a parameter
     **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
-    "Put the model into float16 with float32 masters and a loss scale; trained or not."
+    "Put the model into float16 with float32 masters and a loss scale, before or after training."
     return _use(self, MixedPrecision(loss_scale, flat_master, **kwargs))
 
 

@@ -73,7 +73,7 @@ def bn2float(
 
 # %% ../nbs/04_cast.ipynb #wrap0001
 class WrappedForward:
-    "Stands in `module.forward` and computes around the forward pass that was there."
+    "Replaces `module.forward` and wraps the forward pass that was there."
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ def compute_in_float(
     module: nn.Module,  # changed in place
     dtype: torch.dtype,  # of what comes out; float32 undoes it
 ) -> None:
-    "Put `module` with all inside into 32 bits: its inputs are widened, its output rounded."
+    "Put `module` and its children into 32 bits: inputs are widened, the output is rounded."
     for m in module.modules():
         _cast_own(m, torch.float32)
     drop_casts(module)
@@ -326,7 +326,7 @@ class Policy:
     Raises: TypeError, MixedPrecisionError for settings that contradict each other.
     """
 
-    dtype: torch.dtype = torch.float16  # of the model's weights; "bf16" and the like work as well
+    dtype: torch.dtype = torch.float16  # of the model's weights; or a name, such as "bf16"
     flat_master: bool = False  # whether the masters lie in one vector
     keep_fp32: tuple = ()  # module types, names and globs: what stays in 32 bits
     autocast: bool = True  # whether the forward pass runs under `torch.autocast`

@@ -61,7 +61,7 @@ def _check_model(model):
 def with_masters(
     model: nn.Module,  # in float32; cast to `dtype` in place, its weights become the masters
     *optimizers: Optimizer,  # over its parameters; stepped already or not
-    dtype: torch.dtype | str = torch.float16,  # of the model; "bf16" and the like work as well
+    dtype: torch.dtype | str = torch.float16,  # of the model; or a name, such as "bf16"
     flat_master: bool = False,  # masters in a few long vectors instead of one a parameter
     keep_fp32: type | str | Iterable[type | str] = (),  # stays in float32: types, names, globs
     autocast: bool = True,  # the forward pass runs under torch.autocast; False: all in 16 bits

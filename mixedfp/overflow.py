@@ -309,7 +309,7 @@ STEPS = 20  # that a setting has to train before it is printed
 
 
 def _fixes(run, phase, name):
-    "The settings that work, as code: the batch is finite with them, and training goes on."
+    "The settings that work, as code: the batch is finite with them, and training converges."
     found, policy, model = {}, run.policy, run.model
     modules, keep = dict(model.named_modules()), ()
     if phase == "backward":
@@ -368,7 +368,7 @@ def find_overflow(
 
     Nothing is changed: all is computed on copies of the model, and the random state is restored.
     Takes a pass forward and back for each look and each fix, and memory for two copies.
-    Raises: TypeError for a batch or a loss of another form. Sync: many; it is no part of a step.
+    Raises: TypeError for a batch or a loss of another form. Sync: many.
     """
     policy, full = report.policy_for(model, dtype, keep_fp32, native), report.float_copy(model)
     rng = random_state(next(full.parameters()).device) if rng is None else rng

@@ -531,7 +531,7 @@ def precision_report(
     Each batch goes through copies of the model, without dropout: three forward and two backward
     passes; as many again for each setting that is tried, if a module has a verdict. Memory holds
     the copies of the model, and of the activations of all three passes.
-    Raises: TypeError, ValueError for settings that make no sense; whatever the model raises.
+    Raises: TypeError, ValueError for invalid settings; whatever the model raises.
     Sync: some numbers for each call of a module.
     """
     policy = policy_for(model, dtype, keep_fp32, native)

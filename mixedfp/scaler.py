@@ -476,7 +476,7 @@ class LossScaler(GradScaler):
                 self.layers.load_state_dict(state_dict["layers"])
 
     def __getstate__(self) -> dict:
-        """Be copied and pickled without any optimizer."""
+        """Copy and pickle without any optimizer."""
         return {**vars(self), "_known": None}
 
     def __setstate__(self, state: dict) -> None:

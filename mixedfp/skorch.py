@@ -239,7 +239,7 @@ class _Components:
         return _SavedScale(found) if name == "grad_scaler_" else found
 
     def __getstate__(self) -> dict:
-        """Be pickled; masters of several modules are restored for it."""
+        """Pickle the net; masters of several modules are restored for it."""
         if not isinstance(self._model(), nn.ModuleDict):
             return super().__getstate__()
         self._restore()

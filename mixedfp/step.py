@@ -36,7 +36,7 @@ from .scaler import LossScaler, Overflow, ScaleRecord, Undo, any_nonfinite
 
 # %% ../nbs/08_step.ipynb #190bbcfc
 class MasterStep:
-    """Stands in the `step` of an optimizer, until `remove`: it steps the float32 masters.
+    """Replaces the `step` of an optimizer until `remove` is called, and steps the float32 masters.
 
     A step with inf or nan in bfloat16 gradients is skipped (`policy.skip_nonfinite`); so is one
     that a gradient scaler calls off.
@@ -90,7 +90,7 @@ class MasterStep:
         self.masters.steps.append(self)
 
     def remove(self) -> None:
-        "Give the optimizer its own methods back; its states become tensors of their own."
+        "Restore the optimizer's own methods; its states become separate tensors."
         own, self.is_removed = vars(self.core), True
         is_mine = getattr(own.get("step"), "__self__", None) is self.core
         names = {*_REPLACED, *own_methods(self.core)} - (set() if is_mine else {"step"})
@@ -110,7 +110,7 @@ class MasterStep:
 
     @property
     def param_groups(self) -> list[dict]:
-        "The optimizer's groups, as a scaler looks for gradients in them."
+        "The optimizer's groups, in which a scaler looks for gradients."
         if isinstance(self.core, torch.optim.Optimizer):
             return self.core.param_groups
         return [{"params": ps} for ps in param_lists(self.core)]
@@ -256,7 +256,7 @@ class MasterStep:
                 self.extras[k].load_state_dict(saved[k])
 
     def _reduce(self, protocol):
-        "Be copied and pickled as a plain optimizer."
+        "Copy and pickle as a plain optimizer."
         make, args, state, *rest = type(self.core).__reduce_ex__(self.core, protocol)  # pyright: ignore
         drop = {*_REPLACED, *own_methods(self.core), "takes_scaled_grads"}
         state = {k: v for k, v in state.items() if k not in drop}
@@ -270,7 +270,7 @@ _REPLACED = "step", "state_dict", "load_state_dict", "__reduce_ex__", "masters",
 
 
 def _bound(core, call):
-    "A method of `core`, as a schedule wants to find one in `core.step`."
+    "Bind `call` to `core`: schedules wrap `core.step` and expect a bound method."
 
     def step(core, *args, **kwargs):
         return call(*args, **kwargs)
@@ -279,11 +279,11 @@ def _bound(core, call):
 
 # %% ../nbs/08_step.ipynb #73e3b46a
 class MixedStep:
-    """All that mixed precision does with a batch, in the order in which it happens.
+    """Everything that mixed precision does with a batch, in order.
 
     Call `attach` and `wrap` before training, then `begin`, `scale`, `unscale`, the optimizer's
     `step` or `skip`, `update` for each batch, and `detach` at the end.
-    Raises: TypeError, ValueError for settings that make no sense.
+    Raises: TypeError, ValueError for invalid settings.
     """
 
     def __init__(
@@ -400,7 +400,7 @@ class MixedStep:
             self.layers.remove()
 
     def update(self) -> None:
-        "Let the loss scale follow. Raises: MixedPrecisionError after too many skips in a row."
+        "Update the loss scale. Raises: MixedPrecisionError after too many skips in a row."
         self.loss = None
         if self.layers is not None and not self.layers.is_scaling:
             self.layers.update()
@@ -414,7 +414,7 @@ class MixedStep:
             raise
 
     def detach(self) -> None:
-        "Give model and optimizer back in float32: the weights are the masters, bit for bit."
+        "Return model and optimizer to float32: the weights are the masters, bit for bit."
         if self._masters is not None:
             if self.opt is not None:  # an accumulation may have been left unfinished
                 self.scaler.release(self.opt)
@@ -423,7 +423,7 @@ class MixedStep:
             self.opt = self.layers = self.loss = None
 
     def __getstate__(self) -> dict:
-        """Be copied and pickled without the model: a copy attaches to its own."""
+        """Copy and pickle without the model: a copy attaches to its own."""
         drop = dict.fromkeys(("_masters", "layers", "opt", "loss"))
         return vars(self) | drop
 

@@ -1,7 +1,7 @@
-"""Looks for sentences without a subject: a reader has to guess who "somebody" is.
+"""Looks for phrases that read as translated, and for sentences without a subject.
 
-What acts is named: the callback, autograd, the optimizer, a loop. Pages, code and guides are read;
-tests are not.
+The callback, autograd, the optimizer or a loop acts, and is named. Pages, code and guides are
+read; tests are not. `PLAIN` has the phrases that were found so far, and what to write.
 """
 
 import re
@@ -11,12 +11,36 @@ import nbformat
 from notebooks import ROOT, all_notebooks
 
 VAGUE = re.compile(r"\b(nobody|somebody|someone|everybody|everyone|anybody|anyone|whoever)\b", re.I)
+PLAIN = {  # a pattern: what to write
+    r"\bto be had\b": "is available",
+    r"\b(training|model|run|loop|second|other)s? goes on\b": "continues",
+    r"\b(mend|cure|heal)(s|ed|ing)?\b": "fix",
+    r"\bmakes? no sense\b": "invalid",
+    r"\b(page|line|file|table|report|lesson|row|notebook)s? (says?|tells?|asks?)\b": "shows",
+    r"\bhas said so\b": "shows it",
+    r"\"Be (copied|pickled)\b": "Copy and pickle",
+    r"\bwith all inside\b": "and its children",
+    r"\bwhat there is to\b": "name the things",
+    r"\b(in|at) one look\b": "at a glance",
+    r"\bby the clock\b": "based on timing",
+    r"\b(takes?|taken|taking) back\b": "restore",
+    r"\blets? go of\b": "release",
+    r"\blet .{3,30} follow\b": "update",
+    r"\bstands in the\b": "replaces",
+    r"\band the like work\b": "such as",
+    r"\bis no step\b": "changes nothing",
+    r"\b[Ww]ho (wants|reads|needs|comes|trains)\b": "a user who",
+}
 TEXTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 
 
-def vague(text: str) -> list[str]:
-    """Give the lines of `text` that have such a word."""
-    return [line.strip() for line in text.splitlines() if VAGUE.search(line)]
+def unidiomatic(text: str) -> list[str]:
+    """Give the lines of `text` that have such a word, with what to write."""
+    found = [f"{line.strip()}   (name it)" for line in text.splitlines() if VAGUE.search(line)]
+    for pattern, plain in PLAIN.items():
+        lines = [line.strip() for line in text.splitlines() if re.search(pattern, line)]
+        found += [f"{line}   ({plain})" for line in lines]
+    return found
 
 
 def main() -> None:
@@ -24,7 +48,7 @@ def main() -> None:
     places = {path: path.read_text() for path in TEXTS}
     for path in all_notebooks():
         places[path] = "\n".join(c.source for c in nbformat.read(path, 4).cells)
-    found = [(path, line) for path, text in places.items() for line in vague(text)]
+    found = [(path, line) for path, text in places.items() for line in unidiomatic(text)]
     for path, line in found:
         print(f"{path.relative_to(ROOT)}: {line}")
     sys.exit(bool(found))

@@ -80,7 +80,7 @@ class HalfForward(WrappedForward):
             return self.own(*args, **inputs)
 
     def __getstate__(self) -> dict:
-        """Be copied and pickled without what belongs to the training of this model."""
+        """Copy and pickle without layer scales and hook: they belong to one training run."""
         return vars(self) | dict(layers=None, before=None)
 
 # %% ../../nbs/engine/02_forward.ipynb #8255f3fa

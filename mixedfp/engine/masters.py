@@ -173,7 +173,7 @@ class Masters:
         self.half: list[Tensor] = []  # the memory that the model computes with
         self.index = {p: i for i, p in enumerate(self.params)}
         self.vectors: list[Any] = []  # flat: see `engine.flat`
-        self.steps: list[Any] = []  # what stands in the `step` of each optimizer
+        self.steps: list[Any] = []  # the `MasterStep` of each optimizer
         self.snapshot: Any = None  # of the buffers, see `engine.buffers`
         self.skips = SkipCount()
         self.is_shown, self._shown_at = False, []
@@ -233,7 +233,7 @@ class Masters:
 
     @contextmanager
     def shown(self) -> Iterator[nn.Module]:
-        "Have the model's parameters be their float32 masters while the block runs."
+        "Swap the float32 masters in as the model's parameters while the block runs."
         if self.is_shown:
             yield self.model
             return
@@ -249,7 +249,7 @@ class Masters:
 
     @contextmanager
     def hidden(self) -> Iterator[nn.Module]:
-        "Inside of `shown`: have the model in 16 bits while the block runs, as a closure needs."
+        "Inside `shown`: swap the 16-bit weights in while the block runs, as a closure needs."
         self._swap_out()
         try:
             yield self.model
@@ -376,7 +376,7 @@ class Masters:
         p.data = h
 
     def _leave_vectors(self):
-        "Give each master memory of its own: the model was moved, vectors are made anew."
+        "Give each master its own memory: the model was moved, so vectors are rebuilt."
         vectors, self.vectors = self.vectors, []
         for v in vectors:
             v.unpack(self)
@@ -583,7 +583,7 @@ def _end_load(masters, module, incompatible):
 # %% ../../nbs/engine/03_masters.ipynb #75854e90
 @contextmanager
 def _as_it_is(model):
-    "Have `model` copied and pickled as any other module while the block runs."
+    "Copy and pickle `model` as an ordinary module while the block runs."
     off = {k: vars(model).pop(k) for k in ("__deepcopy__", "__reduce_ex__") if k in vars(model)}
     try:
         yield model

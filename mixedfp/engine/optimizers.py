@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 def core_of(
     opt: Any,  # an optimizer of torch.optim or fastai, or a wrapper that holds it as `opt`
 ) -> Any:  # whose `step` is called in the end
-    "Return the optimizer that makes the step."
+    "Return the optimizer whose `step` is called in the end."
     while not isinstance(opt, Optimizer) and "step" not in vars(type(opt)) and hasattr(opt, "opt"):
         opt = opt.opt
     return opt
@@ -82,7 +82,7 @@ def own_methods(
 
 # %% ../../nbs/engine/04_optimizers.ipynb #07de0482
 class Shadow:
-    "Makes the step of an optimizer for single tensors; the optimizer itself stays as it is."
+    "Steps single tensors as an optimizer would; the optimizer itself is not changed."
 
     def __init__(self, core: Any):
         self.core, self.twin = core, object.__new__(type(core))

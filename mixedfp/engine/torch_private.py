@@ -23,7 +23,7 @@ from torch.optim import optimizer as optimizers
 
 # %% ../../nbs/engine/00_torch_private.ipynb #600df83f
 def outside_of_dynamo(f: Callable) -> Callable:
-    "Have Dynamo run `f` as it is. `torch.compiler.disable` imports the compiler: a second's work."
+    "Keep Dynamo from compiling `f`; `torch.compiler.disable` would import the compiler."
     return torch._disable_dynamo(f)
 
 
