@@ -28,7 +28,12 @@ from mixedfp.engine.optimizers import (
     param_lists,
 )
 from .engine.ranks import join_ddp
-from .engine.torch_private import count_as_stepped, hooks_around_step, uncompiled
+from mixedfp.engine.torch_private import (
+    count_as_stepped,
+    hooks_around_step,
+    outside_of_dynamo,
+    uncompiled,
+)
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import check_positive, warn_once
@@ -272,6 +277,7 @@ _REPLACED = "step", "state_dict", "load_state_dict", "__reduce_ex__", "masters",
 def _bound(core, call):
     "Bind `call` to `core`: schedules wrap `core.step` and expect a bound method."
 
+    @outside_of_dynamo
     def step(core, *args, **kwargs):
         return call(*args, **kwargs)
 

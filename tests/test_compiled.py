@@ -83,7 +83,8 @@ class Run:
         self.model.train()
 
     def train(self):
-        """Step, accumulate, evaluate between backward and step, and keep gradients as zeros."""
+        """Evaluate, step, accumulate, evaluate between backward and step, keep zeroed gradients."""
+        self.evaluate()
         self.backward(0)
         self.step()
         self.backward(1)
@@ -147,8 +148,31 @@ def test_a_learner_trains_a_compiled_model(compile_, to):
         getattr(learn, to)(flat_master=True)
         with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            learn.validate()  # compiled while no gradient is there
             torch.manual_seed(0)
             learn.fit(1)
         ends.append([float(loss) for loss in learn.recorder.losses])
         assert sum(counters["graph_break"].values()) == 0
     assert ends[1] == pytest.approx(ends[0], rel=2**-6)
+
+
+def halve(params):
+    """Clip by hand: a function that reads and writes gradients."""
+    for p in params:
+        p.grad.mul_(0.5)
+    return sum(p.grad.norm() for p in params)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_compiled_step_and_a_compiled_clip_do_what_they_do_uncompiled(layout):
+    ends = []
+    for compile_ in (not_compiled, compiled_around):
+        run = Run(not_compiled, LAYOUTS[layout])
+        clip, step = compile_(halve), compile_(run.opt.step)
+        for i in range(3):
+            run.backward(i)
+            run.losses.append(clip(list(run.model.parameters())).item())
+            step()
+            run.opt.zero_grad()
+        ends.append((run.losses, run.model.state_dict(), run.opt.state_dict()))
+    assert_same(*ends)

@@ -149,23 +149,3 @@ def test_private_names_are_used_in_one_module():
         if names:
             found[path.name] = names
     assert not found
-
-
-def test_functions_are_called_around_a_compilation_and_registered_once():
-    import torch._dynamo.callback  # noqa: F401
-
-    calls = []
-
-    def before(_):
-        calls.append("before")
-
-    def after(_):
-        calls.append("after")
-
-    torch._dynamo.reset()
-    for _ in range(2):
-        private.around_compilation(before, after)
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    torch._dynamo.reset()  # which forgets them
-    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(2))
-    assert calls == ["before", "after"]

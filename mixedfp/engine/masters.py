@@ -7,14 +7,12 @@ __all__ = ['check_model', 'warn_if_rounded', 'keep_low_bits', 'KeptBuffer', 'Mas
 
 # %% ../../nbs/engine/03_masters.ipynb #8372da69
 import copy
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..cast import Policy, drop_casts, find_kept, is_castable, model2half, what_is_lost
 from .forward import remove_forward
-from .torch_private import DYNAMO, all_hooks, around_compilation
+from .torch_private import all_hooks
 from ..formats import MixedPrecisionError
 from ..master import norm_bias_ids
 from ..nested import warn_once
@@ -129,22 +127,6 @@ class KeptBuffer:
         return keep_low_bits(now, full)
 
 # %% ../../nbs/engine/03_masters.ipynb #47143279
-_LIVE, _HIDDEN = WeakSet(), []
-
-
-def _hide_grads(_):
-    "Take gradients off the weights while Dynamo compiles: it refuses those of another dtype."
-    params = [p for masters in _LIVE for p in masters.params if p.grad is not None]
-    _HIDDEN.extend((p, p.grad) for p in params)
-    for p in params:
-        p.grad = None
-
-
-def _show_grads(_):
-    while _HIDDEN:
-        p, p.grad = _HIDDEN.pop()
-
-
 _version, _data_ptr = attrgetter("_version"), Tensor.data_ptr
 _ATTRIBUTE = "_mixedfp_masters"  # of the model: where `masters_of` finds them
 
@@ -179,7 +161,6 @@ class Masters:
         self.is_shown, self._shown_at = False, []
         self._cast()
         self._register()
-        _LIVE.add(self)
 
     def __getitem__(self, p: Parameter) -> Tensor:
         """Return the float32 master of the model's parameter `p`; a copy if it is stored packed."""
@@ -226,8 +207,6 @@ class Masters:
         self._addresses = list(map(_data_ptr, self.params))
         self._written = [None if m is None else m._version for m in self.master]
         self.is_writing = False  # a step does, until it calls this
-        if DYNAMO in sys.modules:
-            around_compilation(_hide_grads, _show_grads)
 
     # --- the swap ---
 
