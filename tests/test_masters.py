@@ -50,7 +50,7 @@ def test_the_lists_of_a_learner_hold_its_masters(flat):
 
 
 def fused(params, **kwargs):
-    """PyTorch's fused AdamW for fastai, as lesson 05 writes it."""
+    """PyTorch's fused AdamW for fastai, as the guide on speed writes it."""
     return OptimWrapper(params, partial(torch.optim.AdamW, fused=True), **kwargs)
 
 
