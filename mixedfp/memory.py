@@ -176,7 +176,8 @@ def memory_of(
 ) -> Memory:
     """Work out what training `model` on `batch` takes in each mode; nothing is trained.
 
-    Peak: weights, masters, states, and the larger of gradients and activations. Activations are
+    Peak: weights, masters, states, and the larger of gradients and activations; in a fastai Learner
+    both of them, because it keeps zeroed gradients during the next forward pass. Activations are
     those of PyTorch's operations on a CPU under autocast, without checkpointing; fused attention
     of a GPU keeps less.
     Raises: ValueError for an unknown optimizer; what the model raises on a batch without numbers.

@@ -22,14 +22,14 @@ SETTINGS = {
 
 
 class Blocks(nn.Module):
-    """Attention and linear layers: 20 M parameters, of which norms stay in float32."""
+    """Attention and linear layers: 4 M parameters, of which norms stay in float32."""
 
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(8000, 512)
-        layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+        self.words = nn.Embedding(2000, 256)
+        layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(512, 8000, bias=False)
+        self.head = nn.Linear(256, 2000, bias=False)
 
     def forward(self, x):
         return self.head(self.layers(self.words(x)))
@@ -45,7 +45,7 @@ def table():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_takes_what_was_worked_out(table, mode, monkeypatch):
-    monkeypatch.setattr("mixedfp.engine.flat.CHUNK", 2**16)  # its scratch memory stays small
+    monkeypatch.setattr("mixedfp.engine.flat.CHUNK", 2**14)  # its scratch memory stays small
     row = table.rows[mode]
     with Peak() as peak:
         model = Blocks()

@@ -64,6 +64,11 @@ def _room(n):
     return -(-n // ALIGN) * ALIGN
 
 
+def _kind(masters, i):
+    full = masters.full(i)
+    return full.device, full.dtype, masters.half[i].dtype
+
+
 def is_dense(t: Tensor) -> bool:
     "Whether the numbers of `t` lie one after the other in memory, in any order of dimensions."
     expected = 1
@@ -96,17 +101,20 @@ class Vector:
         for i, p in zip(members, params, strict=True):
             self.offsets[i], n = n, n + _room(p.numel())
         self.like = {i: (p.shape, p.stride()) for i, p in zip(members, params, strict=True)}
-        full, half = masters.full(members[0]), masters.half[members[0]]
-        self.is_cast = half.dtype != full.dtype
-        self.master: Any = torch.zeros(n, dtype=full.dtype, device=full.device)
-        self.half: Any = self.master.to(half.dtype) if self.is_cast else self.master
-        cuts = masters.policy.store_param_remainders and half.dtype == torch.bfloat16
-        self.remainder: Any = self.master.to(torch.int16) if cuts else None
+        device, dtype, narrow = _kind(masters, members[0])
+        self.is_cast = narrow != dtype
+        # one vector after the other: the originals of one are freed before the next is made
+        self.master: Any = torch.zeros(n, dtype=dtype, device=device)
         for i in members:
-            view = self.view(self.master, i).copy_(masters.full(i))
-            half = self.view(self.half, i).copy_(masters.half[i]) if self.is_cast else view
-            masters.master[i], masters.half[i] = view, half
-            masters.params[i].data = half
+            masters.master[i] = self.view(self.master, i).copy_(masters.full(i))
+        self.half: Any = self.master.to(narrow) if self.is_cast else self.master
+        for i, p in zip(members, params, strict=True):
+            half = masters.master[i]
+            if self.is_cast:
+                half = self.view(self.half, i).copy_(masters.half[i])
+            masters.half[i] = p.data = half
+        cuts = masters.policy.store_param_remainders and narrow == torch.bfloat16
+        self.remainder: Any = torch.zeros_like(self.half, dtype=torch.int16) if cuts else None
         self.pack(masters)
 
     def view(self, whole: Tensor, i: int) -> Tensor:
@@ -176,8 +184,7 @@ def lay_out(
         new = sorted((i for i in new if i not in placed), key=lambda i: rank[masters.params[i]])
         kinds = defaultdict(list)
         for i in dict.fromkeys(new):
-            full, half = masters.full(i), masters.half[i]
-            kinds[full.device, full.dtype, half.dtype].append(i)
+            kinds[_kind(masters, i)].append(i)
         masters.vectors += [Vector(masters, members) for members in kinds.values()]
         placed.update(new)
     masters.note()
