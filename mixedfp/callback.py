@@ -271,7 +271,7 @@ class MixedPrecision(Callback):
         policy = self.mixed.policy
         settings: Any = dict(keep_fp32=policy.keep_fp32, native=policy.native)
         settings |= dict(dtype=policy.dtype, scale=float(it.scale), rng=it.rng, step=it.step)
-        return find_in_batch(self.mixed.masters.model, it.batch, it.loss_func, **settings)
+        return find_in_batch(self.learn.model, it.batch, it.loss_func, **settings)
 
     def _describe_overflow(self):
         try:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import report
 from .cast import Policy, to_float
+from .engine.torch_private import uncompiled
 from .nested import map_tensors
 from .scaler import LossScaler
 from .step import MixedStep
@@ -31,7 +32,7 @@ from .step import MixedStep
 class Overflow:
     "Where the first inf or nan of a batch came from, and the fixes that were tried and worked."
 
-    phase: str  # 'input', 'forward', 'loss', 'backward'
+    phase: str  # 'input', 'forward', 'loss', 'backward'; 'compiled': only there
     module: str  # its name; '' is the whole model
     kind: str  # its class
     call: int  # which call of it in this batch, from 1
@@ -206,19 +207,24 @@ class _Run:
     policy: Policy
     scale: float
     rng: Any  # of `random_state`
+    compiled: Any = None  # what `torch.compile` returned: compute as that does, and look at nothing
 
     def __call__(self, watch=None, is_strict=False) -> _Trace:
         """Compute forward, loss and backward until something is not finite."""
         twin, trace = report.half_copy(self.model, self.policy), _Trace(watch, is_strict)
         device = next(twin.parameters()).device
-        with report.same_random_state(device), torch.compiler.set_stance("force_eager"):
+        stance = "force_eager" if self.compiled is None else "default"
+        with report.same_random_state(device), torch.compiler.set_stance(stance):
             torch.set_rng_state(self.rng[0])
             random.setstate(self.rng[1])
             if self.rng[2] is not None:
                 torch.cuda.set_rng_state(self.rng[2], device)
             try:
-                with report.watch_calls(twin, trace.before, trace.after), trace.operations:
-                    self._compute(trace, twin)
+                if self.compiled is not None:
+                    self._compute(trace, type(self.compiled)(twin, self.compiled.dynamo_ctx))
+                else:
+                    with report.watch_calls(twin, trace.before, trace.after), trace.operations:
+                        self._compute(trace, twin)
             except _Found as e:
                 trace.line = _user_line(e)
             except RuntimeError as e:
@@ -353,7 +359,7 @@ def _divide_columns(run):
 
 # %% ../nbs/12_overflow.ipynb #0f1a0011
 def find_overflow(
-    model: nn.Module,  # in 16 bits, as it is trained, or in 32
+    model: nn.Module,  # in 16 bits, as it is trained, or in 32; of `torch.compile`: tried both ways
     batch: Any,  # (x, y), (x, ..., y), or a dict of keyword arguments
     loss_func: Callable,  # of the float32 output and the targets; for a dict of the output alone
     *,
@@ -367,15 +373,19 @@ def find_overflow(
     """Find where the first inf or nan of a batch comes from, and try what helps.
 
     Nothing is changed: all is computed on copies of the model, and the random state is restored.
-    Takes a pass forward and back for each look and each fix, and memory for two copies.
+    Takes a pass forward and back for each look and each fix, memory for two copies, and a
+    compilation if the model is compiled.
     Raises: TypeError for a batch or a loss of another form. Sync: many.
     """
     policy, full = report.policy_for(model, dtype, keep_fp32, native), report.float_copy(model)
     rng = random_state(next(full.parameters()).device) if rng is None else rng
     run = _Run(full, batch, loss_func, policy, scale, rng)
     trace, seen = _search(run, False)
+    is_finite, is_compiled = trace.first is None, uncompiled(model) is not model
+    differs = is_compiled and run.works(compiled=model) != is_finite
     if trace.first is None:
-        return None
+        kind, cause = type(full).__name__, "inf or nan; uncompiled, the batch is finite"
+        return Overflow("compiled", "", kind, 1, cause, step=step) if differs else None
     is_benign = trace.first[0] == "backward" or "softmax" in seen.get("operation", "")  # pyright: ignore
     if not seen.get("is_producer", True) and not is_benign:  # a -inf before it was no mask
         trace, seen = _search(run, True)
@@ -392,7 +402,10 @@ def find_overflow(
     elif phase == "forward" and (weight := _describe_weight(run, name)):
         seen, cause = {}, weight
     kinds = dict(full.named_modules())
-    seen = dict(line=trace.line) | seen | dict(cause=cause + _describe_scope(run, phase))  # pyright: ignore
+    cause += _describe_scope(run, phase)
+    if differs:
+        cause += f"; compiled, the batch is finite: the compiler drops casts to {policy.dtype}"
+    seen = dict(line=trace.line) | seen | dict(cause=cause)  # pyright: ignore
     fixes = (*([division] if division else []), *_fixes(run, phase, name))
     kind = type(kinds[name]).__name__ if name in kinds else ""
     return Overflow(phase, name, kind, number, fixes=fixes, step=step, **seen)  # pyright: ignore
