@@ -6,6 +6,7 @@ a run that was saved and resumed ends in those of an unbroken one.
 """
 
 import copy
+import itertools
 import os
 from functools import partial
 from importlib.util import find_spec
@@ -72,17 +73,10 @@ def work(folder, rank):
     return found
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """Return what each of two processes has come to."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return on_ranks(2, partial(work, str(folder)), folder, ("trainers",))
-
-
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_two_processes_end_as_a_loop_does(trainer, done):
+def test_two_processes_end_as_a_loop_does(tmp_path):
     """An overflow on one rank is skipped by both, and their models stay equal."""
-    for found in done:
+    done = on_ranks(2, partial(work, str(tmp_path)), tmp_path, ("trainers",))
+    for trainer, found in itertools.product(TRAINERS, done):
         for dtype in (None, "fp32", "fp16", "bf16"):
             assert_same(found[trainer, dtype], found["by_hand", dtype])
             assert_same(found[trainer, dtype]["opt"], done[0][trainer, dtype]["opt"])
