@@ -17,6 +17,13 @@ def all_notebooks() -> list[Path]:
     return [p for p in found if p.exists() and not hidden.search(p.relative_to(ROOT).as_posix())]
 
 
+def title_of(notebook: Path) -> str:
+    """Give the first heading of `notebook`."""
+    texts = [cell.source for cell in nbformat.read(notebook, as_version=4).cells]
+    title = re.search(r"^# (.+)$", "\n".join(texts), flags=re.MULTILINE)
+    return title[1].replace("`", "") if title else notebook.stem
+
+
 def directives(source: str) -> list[str]:
     """Read the `#| …` lines that `source` starts with, without their marker."""
     found = []

@@ -8,11 +8,13 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import nbformat
 import reference
 from latex2mathml.converter import convert
+from markdown.extensions.toc import slugify
 from notebooks import (
     ROOT,
     all_notebooks,
@@ -20,6 +22,7 @@ from notebooks import (
     directives,
     folded,
     shown,
+    title_of,
     without_code,
     without_directives,
 )
@@ -29,8 +32,41 @@ PAGES = OUT / "pages"
 PICTURES = {"image/png": "png", "image/jpeg": "jpg"}
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", flags=re.DOTALL | re.MULTILINE)
 MATH = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$", flags=re.DOTALL)
-SECTIONS = {"tutorials": "Learn", "guides": "How to", "": "Inside"}
-GUIDES = "which_precision coming_from faq troubleshooting glossary".split()  # in reading order
+ALL_NAMES = "api/index.md"
+# The navigation in reading order: each section's pages and their titles.
+SECTIONS = {
+    "Start": {
+        "index.md": "Home",
+        "guides/install.md": "Install and versions",
+        "guides/cheat_sheet.md": "Cheat sheet",
+        "guides/masters_or_autocast.md": "Masters or autocast?",
+    },
+    "Learn": {
+        "tutorials/01_mixed_precision_on_cifar10.md": "1. Why masters",
+        "tutorials/02_with_fastai.md": "2. With fastai",
+        "tutorials/03_plain_pytorch.md": "3. A PyTorch loop",
+        "tutorials/04_when_it_goes_wrong.md": "4. When it goes wrong",
+    },
+    "How to": {
+        "guides/loop_recipes.md": "Recipes for a loop",
+        "guides/which_precision.md": "Which precision",
+        "guides/coming_from.md": "Coming from",
+        "guides/several_processes.md": "Several processes",
+        "guides/skorch.md": "A grid search with skorch",
+        "guides/layer_scales.md": "A scale for each layer",
+        "guides/troubleshooting.md": "Troubleshooting",
+        "guides/faq.md": "FAQ",
+        "guides/glossary.md": "Glossary",
+    },
+    "Results": {"guides/how_fast.md": "How fast?"},
+    "Inside": {},  # every other notebook, unless it is internal
+    "API reference": {ALL_NAMES: "All names"},  # then the page of each module, in this order:
+    "Project": {"changelog.md": "Changes", "contributing.md": "Contributing"},
+}
+LISTED = [page for pages in SECTIONS.values() for page in pages]
+MODULES = "callback optimizer scaler skorch checkpoint report overflow audit memory".split()
+# what the search shows before "Inside", with the reference
+PREFERRED = [page for title in ("Start", "Learn", "How to") for page in SECTIONS[title]]
 # neither in the navigation nor in the search: who needs them comes by a link
 INTERNAL = "all command compare examples nested sharded testing".split()
 
@@ -63,9 +99,10 @@ class Names:
         self.modules = {module.name: module.page for module in modules}
         places: dict[str, set[str]] = {}
         for module in modules:
-            for name, anchor in reference.symbols(module).items():
+            for entry in module.entries:
+                name = entry.name
                 for known in {name, name.split(".")[-1], f"mixedfp.{module.name}.{name}"}:
-                    places.setdefault(known, set()).add(f"{module.page}#{anchor}")
+                    places.setdefault(known, set()).add(f"{module.page}#{entry.anchor}")
         for notebook in notebooks:
             page = page_of(notebook)
             for known in (notebook.stem, f"mixedfp.{page[:-3].replace('/', '.')}"):
@@ -143,8 +180,8 @@ def output(out: nbformat.NotebookNode, page: str, name: str, alt: str) -> str:
     return fenced(data["text/plain"], "{ .text .output }") if "text/plain" in data else ""
 
 
-def write_notebook(notebook: Path, names: Names) -> str:
-    """Write the page of `notebook`; return its title."""
+def write_notebook(notebook: Path, names: Names) -> None:
+    """Write the page of `notebook`."""
     page, out = page_of(notebook), []
     nb = nbformat.read(notebook, as_version=4)
     module = page.removesuffix(".md").replace("/", ".")
@@ -165,48 +202,98 @@ def write_notebook(notebook: Path, names: Names) -> str:
         for j, given in enumerate(cell.outputs):
             name = f"pictures/{page.removesuffix('.md')}-{i}-{j}"
             out.append(output(given, page, name, alt_text(cell)))
-    text = "\n".join(part for part in out if part)
-    write(page, "---\nsearch:\n  exclude: true\n---\n\n" * is_internal(page) + text)
-    title = re.search(r"^# (.+)$", text, flags=re.MULTILINE)
-    return title[1].replace("`", "") if title else notebook.stem
+    write(page, "\n".join(part for part in out if part))
 
 
 def write(page: str, text: str) -> None:
-    """Write a page."""
+    """Write a page, with what the search has to know of it."""
+    rule = "boost: 2" if page in PREFERRED or page.startswith("api/") else ""
+    if is_internal(page) or page == ALL_NAMES:
+        rule = "exclude: true"
+    head = f"---\nsearch:\n  {rule}\n---\n\n" if rule else ""
     (PAGES / page).parent.mkdir(parents=True, exist_ok=True)
-    (PAGES / page).write_text(text, encoding="utf-8")
+    (PAGES / page).write_text(head + text, encoding="utf-8")
+
+
+def first_calls(names: set[str], notebooks: list[Path]) -> dict[str, tuple[str, str]]:
+    """Find the first section that calls each name: its address and its title."""
+    found = {}
+    for notebook in notebooks:
+        page, title = page_of(notebook), title_of(notebook)
+        section = page, title
+        for cell in filter(shown, nbformat.read(notebook, as_version=4).cells):
+            if cell.cell_type == "markdown":
+                for heading in re.findall(r"^##+ (.+)$", cell.source, flags=re.MULTILINE):
+                    section = f"{page}#{slugify(heading, '-')}", f"{title}: {heading}"
+            elif not folded(cell) and "echo: false" not in directives(cell.source):
+                called = {name for name in names - found.keys() if calls(cell.source, name)}
+                found |= dict.fromkeys(called, section)
+    return found
+
+
+def calls(source: str, name: str) -> bool:
+    """Say if `source` calls the function or class `name`, or the method `Class.name`."""
+    cls, _, method = name.rpartition(".")
+    before = r"\." if cls else r"(?<!def )(?<!class )(?<![.\w])"
+    return bool(re.search(rf"{before}{method}\(", source))
+
+
+def write_reference(modules: list[reference.Module], notebooks: list[Path], names: Names) -> None:
+    """Write the page of each module, and the page of all names."""
+    shown_in = first_calls({e.name for m in modules for e in m.entries}, notebooks)
+    for module in modules:
+        examples = {
+            name: f"[{title}]({relative(address, module.page)})"
+            for name, (address, title) in shown_in.items()
+        }
+        # what lessons and guides call comes before its parts
+        used = [name for name, (address, _) in shown_in.items() if "/" in address]
+        module.entries.sort(key=lambda e: "." not in e.name and e.name not in used)
+        built = next(n for n in notebooks if page_of(n) == f"{module.name}.md")
+        link = f"[{title_of(built)}]({relative(page_of(built), module.page)})"
+        text = reference.page(module, link, examples)
+        write(module.page, prose(text, module.page, ROOT / "index.ipynb", names))
+    text = reference.index(modules)
+    write(ALL_NAMES, prose(text, ALL_NAMES, ROOT / "index.ipynb", names))
+
+
+def navigation(notebooks: list[Path], modules: list[reference.Module]) -> list[dict]:
+    """List each section with the titles and addresses of its pages."""
+    sections = {title: dict(pages) for title, pages in SECTIONS.items()}
+    others = [n for n in notebooks if page_of(n) not in LISTED and not is_internal(page_of(n))]
+    sections["Inside"] |= {page_of(notebook): title_of(notebook) for notebook in others}
+    sections["API reference"] |= {module.page: module.name for module in modules}
+    return [
+        {section: [{title: page} for page, title in pages.items() if (PAGES / page).exists()]}
+        for section, pages in sections.items()
+    ]
+
+
+def rank(name: str, order: Sequence[str]) -> int:
+    """Give the place of `name` in `order`; names that are not there come last."""
+    return order.index(name) if name in order else len(order)
 
 
 def main() -> None:
-    """Write all pages, and the configuration with the list of them."""
+    """Write all pages, and the configuration with the navigation."""
     shutil.rmtree(OUT, ignore_errors=True)
     package = ROOT / "mixedfp"
     sources = sorted(p for p in package.rglob("*.py") if not p.stem.startswith("_"))
-    modules = [m for m in (reference.read(p, package) for p in sources) if reference.symbols(m)]
-    modules = [m for m in modules if not is_internal(m.name)]
-    place = {name: i for i, name in enumerate(GUIDES)}
-    notebooks = sorted(all_notebooks(), key=lambda path: place.get(path.stem, 0))
+    everything = [reference.read(path, package) for path in sources]
+    modules = [m for m in everything if m.entries and not is_internal(m.name)]
+    modules.sort(key=lambda m: rank(m.name, MODULES))
+    reference.complete(modules, everything)
+    notebooks = sorted(all_notebooks(), key=lambda n: rank(page_of(n), LISTED))
     names = Names(modules, notebooks)
-    nav: dict[str, list] = {title: [] for title in SECTIONS.values()}
     for notebook in notebooks:
-        title, page = write_notebook(notebook, names), page_of(notebook)
-        if page != "index.md" and not is_internal(page):
-            folder, _, name = page.rpartition("/")
-            number = f"{int(name[:2])}. " if folder == "tutorials" else ""
-            nav[SECTIONS[folder]].append({number + title: page})
-    reference_pages = []
-    for module in modules:
-        built = f"{module.name.replace('.', '/')}.md"
-        text = reference.page(module, relative(built, module.page))
-        write(module.page, prose(text, module.page, ROOT / "index.ipynb", names))
-        reference_pages.append({module.name: module.page})
+        write_notebook(notebook, names)
     for name in ("CHANGELOG", "CONTRIBUTING"):
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
         write(f"{name.lower()}.md", prose(text, f"{name.lower()}.md", ROOT / "index.ipynb", names))
-    pages = [{"Home": "index.md"}, *({title: found} for title, found in nav.items() if found)]
-    pages += [{"API reference": reference_pages}]
-    pages += [{"Project": [{"Changes": "changelog.md"}, {"Contributing": "contributing.md"}]}]
-    settings = {"INHERIT": "../docs/mkdocs.yml", "docs_dir": "pages", "nav": pages}
+    users = [n for n in notebooks if page_of(n) != "index.md" and not is_internal(page_of(n))]
+    write_reference(modules, users, names)
+    nav = navigation(notebooks, modules)
+    settings = {"INHERIT": "../docs/mkdocs.yml", "docs_dir": "pages", "nav": nav}
     (OUT / "mkdocs.yml").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     for extra in (ROOT / "docs" / "extra").iterdir():
         shutil.copy(extra, PAGES / extra.name)

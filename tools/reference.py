@@ -1,51 +1,121 @@
-"""Writes a page of the API reference from the source of a module, without importing it.
+"""Reads modules from their source, without importing them, and writes their reference pages.
 
-What stands behind a parameter, `x: Tensor,  # (n,), float32`, is its description.
+What stands behind a parameter, `x: Tensor,  # (n,), float32`, is its description. The comment
+behind `**kwargs` names in backticks what takes them: its parameters are listed instead.
 """
 
 import ast
-import copy
 import inspect
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+INSTANCES = {"Learner": "learn."}  # the name that users give to an object of the class
+LONGEST = 80  # characters of a signature on one line
+TABLE = ['<div class="reference" markdown="1">\n']  # a phone shows its rows as blocks
+
+
+@dataclass
+class Parameter:
+    """A parameter, a field of a class, or what a function returns."""
+
+    name: str  # with its stars; "*" and "/" alone are markers of a signature
+    type: str = ""
+    default: str = ""
+    what: str = ""
+
+
+@dataclass
+class Entry:
+    """A constant, function, method or class, and what its source tells of it."""
+
+    name: str  # Learner.to_fp16
+    doc: str
+    kind: str = ""  # stands behind the name in the heading
+    call: str = ""  # a signature begins with it: learn.to_fp16
+    parameters: list[Parameter] = field(default_factory=list)
+    returns: Parameter | None = None
+    passed: set[str] = field(default_factory=set)  # what it passes on itself beside **kwargs
+    attributes: list[Parameter] = field(default_factory=list)
+    methods: list["Entry"] = field(default_factory=list)
+    source: str = ""  # of a constant
+
+    @property
+    def anchor(self) -> str:
+        """Give the anchor on the page, as nbdev writes it."""
+        return self.name.lower()
+
+    @property
+    def summary(self) -> str:
+        """Give the first sentence of the docstring."""
+        return re.split(r"(?<=\.)\s|\n\n", self.doc)[0].replace("\n", " ")
 
 
 @dataclass
 class Module:
-    """A module's name, its public names, and what is written about them."""
+    """A module, its entries, and the public names that it takes from other modules."""
 
     name: str  # without the package: callback, engine.flat
     page: str  # api/callback.md
-    tree: ast.Module
-    comments: dict[int, str]  # of each line
-    public: list[str]
-    patched: dict[str, list[Function]] = field(default_factory=dict)  # methods by class
+    doc: str
+    entries: list[Entry]
+    imported: list[str]
+
+
+def complete(modules: list[Module], everything: list[Module]) -> None:
+    """Give `modules` what they take from others, and their `**kwargs` the true parameters."""
+    known = {e.name: e for m in everything for e in m.entries}
+    known |= {f"mixedfp.{m.name}.{e.name}": e for m in everything for e in m.entries}
+    for module in modules:
+        module.entries += [known[name] for name in module.imported]
+        for entry in module.entries:
+            for one in (entry, *entry.methods):
+                show_kwargs(one, known)
+
+
+def show_kwargs(entry: Entry, known: dict[str, Entry]) -> None:
+    """Replace `**kwargs` by the optional parameters of what its comment names."""
+    last = entry.parameters[-1] if entry.parameters else Parameter("")
+    taker = re.search(r"`([\w.]+)`", last.what)
+    if not (last.name.startswith("**") and taker):
+        return
+    if taker[1] not in known:
+        raise LookupError(f"{entry.name}: `{taker[1]}`, which takes its **kwargs, is not public")
+    own = {p.name for p in entry.parameters} | entry.passed
+    others = [p for p in known[taker[1]].parameters if p.default and p.name not in own]
+    entry.parameters[-1:] = [Parameter("*"), *others]
 
 
 def read(path: Path, package: Path) -> Module:
-    """Parse the module at `path`."""
+    """Read the module at `path`."""
     source = path.read_text(encoding="utf-8")
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    tree = ast.parse(source)
+    nodes = {name_of(node): node for node in tree.body}
+    public = ast.literal_eval(nodes["__all__"].value) if "__all__" in nodes else []
+    entries = []
+    for node in tree.body:  # methods of other packages' classes come first
+        if isinstance(node, Function) and not node.name.startswith("_"):
+            entries += [read_function(node, comments, cls) for cls in patched_classes(node)]
+    for name, node in nodes.items():
+        if name not in public:
+            continue
+        if isinstance(node, ast.ClassDef):
+            entries.append(read_class(node, comments))
+        elif isinstance(node, Function):
+            entries.append(read_function(node, comments))
+        else:
+            entries.append(Entry(name, comments.get(node.end_lineno or 0, ""), source=text(node)))
     name = ".".join(path.relative_to(package).with_suffix("").parts)
-    module = Module(name, f"api/{name.replace('.', '/')}.md", ast.parse(source), comments, [])
-    for node in module.tree.body:
-        if name_of(node) == "__all__":
-            exported = ast.literal_eval(node.value)
-            defined = {name_of(node) for node in module.tree.body}
-            module.public = [name for name in exported if name in defined]
-        if isinstance(node, Function):
-            for cls in patched_classes(node):
-                if not cls.startswith("_"):
-                    module.patched.setdefault(cls, []).append(node)
-    return module
+    page = f"api/{name.replace('.', '/')}.md"
+    imported = [name for name in public if name not in nodes]
+    return Module(name, page, docstring(tree), entries, imported)
 
 
 def name_of(node: ast.stmt) -> str:
@@ -58,44 +128,86 @@ def name_of(node: ast.stmt) -> str:
 
 
 def patched_classes(f: Function) -> list[str]:
-    """Name the classes that fastcore's `@patch` or `@patch_to` gives `f` to."""
-    for decorator in f.decorator_list:
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "patch_to":
-            classes = decorator.args[0]
-        elif ast.unparse(decorator).split("(")[0] == "patch" and f.args.args[0].annotation:
-            classes = f.args.args[0].annotation
-        else:
-            continue
-        many = isinstance(classes, ast.Tuple)
-        return [ast.unparse(c).strip("'") for c in (classes.elts if many else [classes])]
-    return []
-
-
-def symbols(module: Module) -> dict[str, str]:
-    """Give the anchor of each public name, and of each method that is patched into a class."""
-    found = {name: anchor(name) for name in module.public}
-    for cls, methods in module.patched.items():
-        for f in methods:
-            if not f.name.startswith("_"):
-                found[f"{cls}.{f.name}"] = anchor(f"{cls}.{f.name}")
-    return found
-
-
-def anchor(name: str) -> str:
-    """Give the anchor of `name` on its page, as nbdev writes it."""
-    return name.lower()
+    """Name the class that fastcore's `@patch` gives `f` to."""
+    is_patch = "patch" in map(text, f.decorator_list)
+    return [text(f.args.args[0].annotation)] if is_patch else []
 
 
 def text(node: ast.AST | None) -> str:
     """Write an expression of the source on one line; the empty string for None."""
-    return "" if node is None else ast.unparse(node)
+    return "" if node is None else ast.unparse(node).replace(" ** ", "**")
 
 
-def docstring(node) -> str:
+def docstring(node: ast.Module | ast.ClassDef | Function) -> str:
     """Give the docstring of `node`, cleaned."""
     doc = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
     doc = re.sub(r"\n(?=(Raises|Sync|Source|Note)\b.*?: )", "\n\n", doc)
     return re.sub(r"(?<![(<])(https?://[^\s)]+[^\s).,;])", r"<\1>", doc)
+
+
+def read_function(f: Function, comments: dict[int, str], cls: str = "") -> Entry:
+    """Read a function, or a method of the class `cls`."""
+    decorators = {text(d) for d in f.decorator_list}
+    entry = Entry(f"{cls}.{f.name}" if cls else f.name, docstring(f))
+    if any("property" in d for d in decorators):
+        entry.kind = f"property {code(text(f.returns))}"
+        return entry
+    entry.kind = next((d for d in ("classmethod", "staticmethod") if d in decorators), "")
+    entry.call = INSTANCES.get(cls, "") + f.name
+    entry.parameters, last = parameters(f, comments)
+    if f.returns:
+        lines = range(last + 1, f.body[0].lineno)
+        what = next((comments[line] for line in lines if line in comments), "")
+        entry.returns = Parameter("*returns*", text(f.returns), what=what)
+    for node in ast.walk(f):
+        if isinstance(node, ast.Call) and any(k.arg is None for k in node.keywords):
+            entry.passed |= {k.arg for k in node.keywords if k.arg}
+    return entry
+
+
+def parameters(f: Function, comments: dict[int, str]) -> tuple[list[Parameter], int]:
+    """List the parameters of `f` with the comments behind them; the last line of them."""
+    given, a = [], f.args
+    defaults = [None] * (len(a.args) - len(a.defaults)) + a.defaults
+    given += [("", arg, default) for arg, default in zip(a.args, defaults, strict=True)]
+    given += [("*", a.vararg or ast.arg(""), None)] if a.vararg or a.kwonlyargs else []
+    given += [("", arg, d) for arg, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
+    given += [("**", a.kwarg, None)] if a.kwarg else []
+    found, last = [], f.lineno
+    for stars, arg, default in given:
+        if not arg.arg:
+            found.append(Parameter(stars))
+            continue
+        above = range(last + 1, arg.lineno)  # a long comment stands on lines of its own
+        last = (default or arg).end_lineno
+        if arg.arg not in ("self", "cls"):
+            lines = [*above, last] if last > f.lineno else []
+            what = " ".join(comments[line] for line in lines if line in comments)
+            found.append(Parameter(stars + arg.arg, text(arg.annotation), text(default), what))
+    return found, last
+
+
+def read_class(cls: ast.ClassDef, comments: dict[int, str]) -> Entry:
+    """Read a class: how it is made, its attributes, its methods."""
+    bases = ", ".join(text(b) for b in cls.bases)
+    entry = Entry(cls.name, docstring(cls), f"class of {code(bases)}" if bases else "class")
+    is_record = "NamedTuple" in bases or any("dataclass" in text(d) for d in cls.decorator_list)
+    for node in cls.body:
+        if isinstance(node, ast.AnnAssign) and not text(node.target).startswith("_"):
+            default = "..." if "field(" in text(node.value) else text(node.value)
+            what = comments.get(node.end_lineno or 0, "")
+            one = Parameter(text(node.target), text(node.annotation), default, what)
+            if is_record:
+                entry.call = cls.name
+                entry.parameters.append(one)
+            elif what:
+                entry.attributes.append(one)
+        elif isinstance(node, Function) and node.name == "__init__":
+            entry.call, (entry.parameters, _) = cls.name, parameters(node, comments)
+        elif isinstance(node, Function) and not node.name.startswith("_") and docstring(node):
+            if not any(text(d).endswith(".setter") for d in node.decorator_list):
+                entry.methods.append(read_function(node, comments, cls.name))
+    return entry
 
 
 def code(source: str) -> str:
@@ -103,115 +215,65 @@ def code(source: str) -> str:
     return f"<code>{escape(source).replace('|', '&#124;')}</code>" if source else ""
 
 
-def table(rows: list[tuple[str, str, str]]) -> str:
-    """Write names, types with defaults, and descriptions; nothing where there are no rows."""
-    if not rows:
+def signature(entry: Entry) -> str:
+    """Write how an entry is called, on one line or on several."""
+    given = [p.name + (f"={p.default}" if p.default else "") for p in entry.parameters]
+    returns = f" -> {entry.returns.type}" if entry.returns else ""
+    line = f"{entry.call}({', '.join(given)}){returns}"
+    if len(line) > LONGEST:
+        inside = wrap(", ".join(given), LONGEST - 4, break_on_hyphens=False)
+        line = "\n    ".join([f"{entry.call}(", *inside]) + f"\n){returns}"
+    return f"``` {{ .python .signature }}\n{line}\n```\n"
+
+
+def table(rows: list[Parameter]) -> str:
+    """Write names, types with defaults, and descriptions; nothing where none is described."""
+    rows = [row for row in rows if row.name != "*"]
+    if not any(row.what for row in rows):
         return ""
-    head = ["| parameter | what it is |", "| --- | --- |"]
-    body = (f"| {name} {kind} | {what.replace('|', '&#124;')} |" for name, kind, what in rows)
-    return "\n".join([*head, *body]) + "\n"
+    lines = [*TABLE, "| name | type = default | description |", "| --- | --- | --- |"]
+    for row in rows:
+        name = row.name if row.name == "*returns*" else code(row.name)
+        kind = row.type + (f" = {row.default}" if row.default else "")
+        lines.append(f"| {name} | {code(kind)} | {row.what.replace('|', '&#124;')} |")
+    return "\n".join([*lines, "\n</div>\n"])
 
 
-def parameters(f: Function, comments: dict[int, str]) -> list[tuple[str, str, str]]:
-    """List the parameters of `f`, and what it returns, with the comments behind them."""
-    given, a = [], f.args
-    plain = [*a.posonlyargs, *a.args]
-    defaults = [None] * (len(plain) - len(a.defaults)) + a.defaults
-    given += [("", arg, default) for arg, default in zip(plain, defaults, strict=True)]
-    given += [("*", a.vararg, None)] if a.vararg else []
-    given += [("", arg, d) for arg, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
-    given += [("**", a.kwarg, None)] if a.kwarg else []
-    rows, last = [], f.lineno
-    for stars, arg, default in given:
-        above = range(last + 1, arg.lineno)  # a long comment stands on lines of its own
-        last = (default or arg).end_lineno
-        if arg.arg not in ("self", "cls"):
-            kind = text(arg.annotation) + (f" = {text(default)}" if default else "")
-            lines = [*above, last] if last > f.lineno else []
-            what = " ".join(comments[line] for line in lines if line in comments)
-            rows.append((code(stars + arg.arg), code(kind), what))
-    lines = range(last + 1, f.body[0].lineno)
-    what = next((comments[line] for line in lines if line in comments), "")
-    if f.returns and f.name != "__init__" and (what or text(f.returns) != "None"):
-        rows.append(("*returns*", code(text(f.returns)), what))
-    return rows
+def describe(entry: Entry, level: int, examples: dict[str, str]) -> list[str]:
+    """Write an entry under a heading of this level."""
+    badge = f" <small>{entry.kind}</small>" if entry.kind else ""
+    label = entry.name if level == 2 else entry.name.split(".")[-1]
+    anchor = f"{{ #{entry.anchor} data-toc-label='{label}' }}"
+    out = [f"{'#' * level} `{entry.name}`{badge} {anchor}\n"]
+    out.append(f"```python\n{entry.source}\n```\n" if entry.source else "")
+    out.append(signature(entry) if entry.call else "")
+    out.append(entry.doc + "\n")
+    out.append(f"Example: {examples[entry.name]}.\n" if entry.name in examples else "")
+    returned = [entry.returns] if entry.returns and entry.returns.what else []
+    out += [table(entry.parameters + returned), table(entry.attributes)]
+    for method in entry.methods:
+        out += describe(method, level + 1, {})
+    return out
 
 
-def signature(f: Function, name: str, comments: dict[int, str]) -> str:
-    """Write a table of the parameters, or one line where none is described."""
-    rows = parameters(f, comments)
-    if any(what for _, _, what in rows):
-        return table(rows)
-    given = copy.deepcopy(f.args)
-    if given.args and given.args[0].arg in ("self", "cls"):
-        del given.args[0]
-    returns = f" -> {text(f.returns)}" if f.returns and f.name != "__init__" else ""
-    return code(f"{name}({text(given)}){returns}") + "\n"
-
-
-def heading(level: int, name: str, title: str, kind: str = "") -> str:
-    """Write a heading with an anchor."""
-    badge = f" <small>{kind}</small>" if kind else ""
-    return f"{'#' * level} `{title}`{badge} {{ #{anchor(name)} data-toc-label='{title}' }}\n"
-
-
-def function(f: Function, name: str, level: int, comments: dict[int, str]) -> Iterator[str]:
-    """Write what there is to know of a function or a method."""
-    decorators = {text(d) for d in f.decorator_list}
-    is_property = any("property" in d or "as_prop=True" in d for d in decorators)
-    kind = next((d for d in ("classmethod", "staticmethod") if d in decorators), "")
-    kind = f"property {code(text(f.returns))}" if is_property else kind
-    yield heading(level, name, name, kind)
-    yield docstring(f) + "\n"
-    if not is_property:
-        yield signature(f, f.name, comments)
-
-
-def fields(cls: ast.ClassDef, comments: dict[int, str]) -> list[tuple[str, str, str]]:
-    """List the fields of a dataclass, or other attributes with a type and a comment."""
-    rows = []
-    for node in cls.body:
-        if isinstance(node, ast.AnnAssign) and not text(node.target).startswith("_"):
-            default = "" if node.value is None or "field(" in text(node.value) else text(node.value)
-            kind = text(node.annotation) + (f" = {default}" if default else "")
-            rows.append((code(text(node.target)), code(kind), comments.get(node.end_lineno, "")))
-    return rows
-
-
-def class_(cls: ast.ClassDef, module: Module) -> Iterator[str]:
-    """Write what there is to know of a class: how it is made, its fields, its methods."""
-    bases = ", ".join(text(b) for b in cls.bases)
-    yield heading(2, cls.name, cls.name, f"class of {code(bases)}" if bases else "class")
-    yield docstring(cls) + "\n"
-    own = [n for n in cls.body if isinstance(n, Function)] + module.patched.get(cls.name, [])
-    for f in own:
-        if f.name == "__init__":
-            yield signature(f, cls.name, module.comments)
-    yield table(fields(cls, module.comments))
-    yield from methods(cls.name, own, module, 3)
-
-
-def methods(cls: str, own: list[Function], module: Module, level: int) -> Iterator[str]:
-    """Write the public methods that say what they do; setters are with their property."""
-    for f in own:
-        setter = any(text(d).endswith(".setter") for d in f.decorator_list)
-        if not f.name.startswith("_") and docstring(f) and not setter:
-            yield from function(f, f"{cls}.{f.name}", level, module.comments)
-
-
-def page(module: Module, notebook: str) -> str:
-    """Write the page of `module`; `notebook` is the address of the page that builds it."""
-    out = [f"# mixedfp.{module.name}\n", docstring(module.tree) + "\n"]
-    out.append(f"How it is built, with tests: [the notebook]({notebook}).\n" if notebook else "")
-    for cls, own in module.patched.items():
-        if cls not in module.public:
-            out += methods(cls, own, module, 2)
-    for node in module.tree.body:
-        if isinstance(node, ast.ClassDef) and node.name in module.public:
-            out += class_(node, module)
-        elif isinstance(node, Function) and node.name in module.public:
-            out += function(node, node.name, 2, module.comments)
-        elif name_of(node) in module.public:
-            out += [heading(2, name_of(node), name_of(node)), f"```python\n{text(node)}\n```\n"]
-            out.append(module.comments.get(node.end_lineno, "") + "\n")
+def page(module: Module, notebook: str, examples: dict[str, str]) -> str:
+    """Write the page of `module`; `notebook` links to the page that builds it."""
+    out = [f"# mixedfp.{module.name}\n", module.doc + "\n"]
+    out.append(f"How it is built: {notebook}.\n" if notebook else "")
+    for entry in module.entries:
+        out += describe(entry, 2, examples)
     return "\n".join(part for part in out if part.strip())
+
+
+def index(modules: list[Module]) -> str:
+    """Write the page of all public names, module by module, with a line for each."""
+    out = ["# API reference\n"]
+    for module in modules:
+        out += [f"## mixedfp.{module.name}\n", module.doc + "\n"]
+        out += [*TABLE, "| name | what it is |", "| --- | --- |"]
+        for entry in module.entries:
+            address = f"{module.page.removeprefix('api/')}#{entry.anchor}"
+            what = entry.summary.replace("|", "&#124;")
+            out.append(f"| [{code(entry.name)}]({address}) | {what} |")
+        out.append("\n</div>\n")
+    return "\n".join(out)
