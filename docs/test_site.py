@@ -3,6 +3,7 @@
 `make test-docs` builds it before. Without Chromium and its driver: one line that says so.
 """
 
+import json
 import os
 import shutil
 from html.parser import HTMLParser
@@ -157,6 +158,14 @@ def test_the_search_finds_a_page_for_users_first(query, browser):
     WebDriverWait(browser, 20).until(lambda b: b.find_elements(*links))
     first = browser.find_element(*links).get_attribute("href").removeprefix(SITE.as_uri())
     assert first.startswith(("/index", "/tutorials/", "/guides/", "/trainers")), first
+
+
+def test_pages_for_those_who_change_the_package_are_not_found_by_the_search():
+    found = json.loads((SITE / "search" / "search_index.json").read_text(encoding="utf-8"))
+    pages = {place["location"].partition("#")[0] for place in found["docs"]}
+    assert {"index.html", "api/callback.html", "scaler.html"} <= pages
+    internal = "all command compare examples nested sharded testing".split()
+    assert not [p for p in pages if p.startswith("engine") or p[:-5] in internal]
 
 
 def test_the_first_page_is_short_on_a_phone(browser):

@@ -44,8 +44,15 @@ def alt_text(cell: nbformat.NotebookNode) -> str:
 
 
 def folded(cell: nbformat.NotebookNode) -> str:
-    """Say under which line `#| code-fold: …` folds the cell's code; empty where it is shown."""
+    """Say under which line the cell's code is folded; empty where it is shown.
+
+    `#| code-fold: …` says so; a cell that mostly imports needs no such line.
+    """
     given = [d for d in directives(cell.source) if d.startswith("code-fold: ")]
+    lines = [line for line in cell.source.splitlines() if line.strip()]
+    n_imports = sum(line.startswith(("import ", "from ")) for line in lines)
+    if not given and n_imports > max(2, len(lines) / 2):
+        return "imports"
     return " ".join(line.removeprefix("code-fold: ") for line in given)
 
 

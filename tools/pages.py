@@ -1,18 +1,17 @@
 """Writes the site's pages from the notebooks, their outputs as they are kept, and from docstrings.
 
-They lie in `_proc` with a configuration for MkDocs, which makes the site of them: `make docs`.
+They lie in `_proc`, where MkDocs makes the site of them: `make docs`. `docs/mkdocs.yml` lists them.
 """
 
 import base64
-import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import nbformat
 import reference
+import yaml
 from latex2mathml.converter import convert
 from markdown.extensions.toc import slugify
 from notebooks import (
@@ -33,42 +32,16 @@ PICTURES = {"image/png": "png", "image/jpeg": "jpg"}
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", flags=re.DOTALL | re.MULTILINE)
 MATH = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$", flags=re.DOTALL)
 ALL_NAMES = "api/index.md"
-# The navigation in reading order: each section's pages and their titles.
+SETTINGS = ROOT / "docs" / "mkdocs.yml"
+# The pages of each section in reading order. Others are for those who change the package: the
+# search leaves them out, and who needs them comes by a link.
 SECTIONS = {
-    "Start": {
-        "index.md": "Home",
-        "guides/install.md": "Install and versions",
-        "guides/cheat_sheet.md": "Cheat sheet",
-        "guides/masters_or_autocast.md": "Masters or autocast?",
-    },
-    "Learn": {
-        "tutorials/01_mixed_precision_on_cifar10.md": "1. Why masters",
-        "tutorials/02_with_fastai.md": "2. With fastai",
-        "tutorials/03_plain_pytorch.md": "3. A PyTorch loop",
-        "tutorials/04_when_it_goes_wrong.md": "4. When it goes wrong",
-    },
-    "How to": {
-        "guides/loop_recipes.md": "Recipes for a loop",
-        "guides/which_precision.md": "Which precision",
-        "guides/coming_from.md": "Coming from",
-        "guides/several_processes.md": "Several processes",
-        "guides/skorch.md": "A grid search with skorch",
-        "guides/layer_scales.md": "A scale for each layer",
-        "guides/troubleshooting.md": "Troubleshooting",
-        "guides/faq.md": "FAQ",
-        "guides/glossary.md": "Glossary",
-    },
-    "Results": {"guides/how_fast.md": "How fast?"},
-    "Inside": {},  # every other notebook, unless it is internal
-    "API reference": {ALL_NAMES: "All names"},  # then the page of each module, in this order:
-    "Project": {"changelog.md": "Changes", "contributing.md": "Contributing"},
+    title: [page for entry in pages for page in entry.values()]
+    for section in yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))["nav"]
+    for title, pages in section.items()
 }
 LISTED = [page for pages in SECTIONS.values() for page in pages]
-MODULES = "callback optimizer scaler skorch checkpoint report overflow audit memory".split()
-# what the search shows before "Inside", with the reference
-PREFERRED = [page for title in ("Start", "Learn", "How to") for page in SECTIONS[title]]
-# neither in the navigation nor in the search: who needs them comes by a link
-INTERNAL = "all command compare examples nested sharded testing".split()
+PREFERRED = [*SECTIONS["Start"], *SECTIONS["Learn"], *SECTIONS["How to"]]  # by the search
 
 
 def page_of(notebook: Path) -> str:
@@ -80,11 +53,6 @@ def page_of(notebook: Path) -> str:
     if folder in (".", "engine"):
         name = re.sub(r"^\d+[a-z]?_", "", name)
     return f"{folder}/{name}.md".removeprefix("./")
-
-
-def is_internal(page: str) -> bool:
-    """Say if `page`, or that of a module, is for those who change the package."""
-    return page.startswith("engine") or page.removesuffix(".md") in INTERNAL
 
 
 def relative(target: str, page: str) -> str:
@@ -207,8 +175,8 @@ def write_notebook(notebook: Path, names: Names) -> None:
 
 def write(page: str, text: str) -> None:
     """Write a page, with what the search has to know of it."""
-    rule = "boost: 2" if page in PREFERRED or page.startswith("api/") else ""
-    if is_internal(page) or page == ALL_NAMES:
+    rule = "boost: 2" if page in PREFERRED else ""
+    if page not in LISTED or page == ALL_NAMES:
         rule = "exclude: true"
     head = f"---\nsearch:\n  {rule}\n---\n\n" if rule else ""
     (PAGES / page).parent.mkdir(parents=True, exist_ok=True)
@@ -232,71 +200,49 @@ def first_calls(names: set[str], notebooks: list[Path]) -> dict[str, tuple[str, 
 
 
 def calls(source: str, name: str) -> bool:
-    """Say if `source` calls the function or class `name`, or the method `Class.name`."""
+    """Say if `source` calls the function or class `name`, or the method, or inherits from it."""
     cls, _, method = name.rpartition(".")
     before = r"\." if cls else r"(?<!def )(?<!class )(?<![.\w])"
-    return bool(re.search(rf"{before}{method}\(", source))
+    return bool(re.search(rf"{before}{method}\(|class \w+\({method}\b", source))
 
 
-def write_reference(modules: list[reference.Module], notebooks: list[Path], names: Names) -> None:
-    """Write the page of each module, and the page of all names."""
-    shown_in = first_calls({e.name for m in modules for e in m.entries}, notebooks)
+def read_reference(notebooks: list[Path]) -> list[reference.Module]:
+    """Read the modules that have a page, the names for users first, with their examples."""
+    package = ROOT / "mixedfp"
+    sources = sorted(p for p in package.rglob("*.py") if not p.stem.startswith("_"))
+    everything = {module.page: module for module in (reference.read(p, package) for p in sources)}
+    modules = [everything[page] for page in SECTIONS["API reference"] if page != ALL_NAMES]
+    reference.complete(modules, list(everything.values()))
+    examples = first_calls({entry.name for m in modules for entry in m.entries}, notebooks)
+    for_users = {name for name, (address, _) in examples.items() if "/" in address}
+    for_users.update(everything["api/all.md"].imported)
     for module in modules:
-        examples = {
-            name: f"[{title}]({relative(address, module.page)})"
-            for name, (address, title) in shown_in.items()
-        }
-        # what lessons and guides call comes before its parts
-        used = [name for name, (address, _) in shown_in.items() if "/" in address]
-        module.entries.sort(key=lambda e: "." not in e.name and e.name not in used)
-        built = next(n for n in notebooks if page_of(n) == f"{module.name}.md")
-        link = f"[{title_of(built)}]({relative(page_of(built), module.page)})"
-        text = reference.page(module, link, examples)
-        write(module.page, prose(text, module.page, ROOT / "index.ipynb", names))
-    text = reference.index(modules)
-    write(ALL_NAMES, prose(text, ALL_NAMES, ROOT / "index.ipynb", names))
-
-
-def navigation(notebooks: list[Path], modules: list[reference.Module]) -> list[dict]:
-    """List each section with the titles and addresses of its pages."""
-    sections = {title: dict(pages) for title, pages in SECTIONS.items()}
-    others = [n for n in notebooks if page_of(n) not in LISTED and not is_internal(page_of(n))]
-    sections["Inside"] |= {page_of(notebook): title_of(notebook) for notebook in others}
-    sections["API reference"] |= {module.page: module.name for module in modules}
-    return [
-        {section: [{title: page} for page, title in pages.items() if (PAGES / page).exists()]}
-        for section, pages in sections.items()
-    ]
-
-
-def rank(name: str, order: Sequence[str]) -> int:
-    """Give the place of `name` in `order`; names that are not there come last."""
-    return order.index(name) if name in order else len(order)
+        module.entries.sort(key=lambda e: "." not in e.name and e.name not in for_users)
+        for entry in module.entries:
+            address, title = examples.get(entry.name, ("", ""))
+            entry.example = f"[{title}]({relative(address, module.page)})" if address else ""
+    return modules
 
 
 def main() -> None:
-    """Write all pages, and the configuration with the navigation."""
+    """Write all pages, and the configuration beside them."""
     shutil.rmtree(OUT, ignore_errors=True)
-    package = ROOT / "mixedfp"
-    sources = sorted(p for p in package.rglob("*.py") if not p.stem.startswith("_"))
-    everything = [reference.read(path, package) for path in sources]
-    modules = [m for m in everything if m.entries and not is_internal(m.name)]
-    modules.sort(key=lambda m: rank(m.name, MODULES))
-    reference.complete(modules, everything)
-    notebooks = sorted(all_notebooks(), key=lambda n: rank(page_of(n), LISTED))
-    names = Names(modules, notebooks)
-    for notebook in notebooks:
+    notebooks = {page_of(notebook): notebook for notebook in all_notebooks()}
+    home = notebooks["index.md"]
+    users = [notebooks[page] for page in LISTED if page in notebooks and page != "index.md"]
+    modules = read_reference(users)
+    names = Names(modules, list(notebooks.values()))
+    for notebook in notebooks.values():
         write_notebook(notebook, names)
+    texts = {module.page: reference.page(module) for module in modules}
+    texts[ALL_NAMES] = reference.index(modules)
     for name in ("CHANGELOG", "CONTRIBUTING"):
-        text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
-        write(f"{name.lower()}.md", prose(text, f"{name.lower()}.md", ROOT / "index.ipynb", names))
-    users = [n for n in notebooks if page_of(n) != "index.md" and not is_internal(page_of(n))]
-    write_reference(modules, users, names)
-    nav = navigation(notebooks, modules)
-    settings = {"INHERIT": "../docs/mkdocs.yml", "docs_dir": "pages", "nav": nav}
-    (OUT / "mkdocs.yml").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        texts[f"{name.lower()}.md"] = (ROOT / f"{name}.md").read_text(encoding="utf-8")
+    for page, text in texts.items():
+        write(page, prose(text, page, home, names))
+    shutil.copy(SETTINGS, OUT)
     for extra in (ROOT / "docs" / "extra").iterdir():
-        shutil.copy(extra, PAGES / extra.name)
+        shutil.copy(extra, PAGES)
 
 
 if __name__ == "__main__":

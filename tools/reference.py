@@ -17,14 +17,14 @@ from textwrap import wrap
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 INSTANCES = {"Learner": "learn."}  # the name that users give to an object of the class
 LONGEST = 80  # characters of a signature on one line
-TABLE = ['<div class="reference" markdown="1">\n']  # a phone shows its rows as blocks
+CALLED_BY_OTHERS = re.compile(r"_|(before|after)_")  # methods, by fastai's training loop among them
 
 
 @dataclass
 class Parameter:
     """A parameter, a field of a class, or what a function returns."""
 
-    name: str  # with its stars; "*" and "/" alone are markers of a signature
+    name: str  # with its stars; one alone: what comes after it is given by name
     type: str = ""
     default: str = ""
     what: str = ""
@@ -41,14 +41,20 @@ class Entry:
     parameters: list[Parameter] = field(default_factory=list)
     returns: Parameter | None = None
     passed: set[str] = field(default_factory=set)  # what it passes on itself beside **kwargs
-    attributes: list[Parameter] = field(default_factory=list)
     methods: list["Entry"] = field(default_factory=list)
     source: str = ""  # of a constant
+    example: str = ""  # a link
 
     @property
     def anchor(self) -> str:
         """Give the anchor on the page, as nbdev writes it."""
         return self.name.lower()
+
+    @property
+    def is_described(self) -> bool:
+        """Say if a comment describes a parameter or what is returned."""
+        given = [*self.parameters, self.returns]
+        return any(one and one.what for one in given)
 
     @property
     def summary(self) -> str:
@@ -61,10 +67,14 @@ class Module:
     """A module, its entries, and the public names that it takes from other modules."""
 
     name: str  # without the package: callback, engine.flat
-    page: str  # api/callback.md
     doc: str
     entries: list[Entry]
     imported: list[str]
+
+    @property
+    def page(self) -> str:
+        """Give the address of its page."""
+        return f"api/{self.name.replace('.', '/')}.md"
 
 
 def complete(modules: list[Module], everything: list[Module]) -> None:
@@ -101,8 +111,8 @@ def read(path: Path, package: Path) -> Module:
     public = ast.literal_eval(nodes["__all__"].value) if "__all__" in nodes else []
     entries = []
     for node in tree.body:  # methods of other packages' classes come first
-        if isinstance(node, Function) and not node.name.startswith("_"):
-            entries += [read_function(node, comments, cls) for cls in patched_classes(node)]
+        if isinstance(node, Function) and "patch" in map(text, node.decorator_list):
+            entries.append(read_function(node, comments, text(node.args.args[0].annotation)))
     for name, node in nodes.items():
         if name not in public:
             continue
@@ -113,9 +123,8 @@ def read(path: Path, package: Path) -> Module:
         else:
             entries.append(Entry(name, comments.get(node.end_lineno or 0, ""), source=text(node)))
     name = ".".join(path.relative_to(package).with_suffix("").parts)
-    page = f"api/{name.replace('.', '/')}.md"
     imported = [name for name in public if name not in nodes]
-    return Module(name, page, docstring(tree), entries, imported)
+    return Module(name, docstring(tree), entries, imported)
 
 
 def name_of(node: ast.stmt) -> str:
@@ -125,12 +134,6 @@ def name_of(node: ast.stmt) -> str:
     if isinstance(node, ast.Assign):
         return text(node.targets[0])
     return text(node.target) if isinstance(node, ast.AnnAssign) else ""
-
-
-def patched_classes(f: Function) -> list[str]:
-    """Name the class that fastcore's `@patch` gives `f` to."""
-    is_patch = "patch" in map(text, f.decorator_list)
-    return [text(f.args.args[0].annotation)] if is_patch else []
 
 
 def text(node: ast.AST | None) -> str:
@@ -154,9 +157,9 @@ def read_function(f: Function, comments: dict[int, str], cls: str = "") -> Entry
         return entry
     entry.kind = next((d for d in ("classmethod", "staticmethod") if d in decorators), "")
     entry.call = INSTANCES.get(cls, "") + f.name
-    entry.parameters, last = parameters(f, comments)
+    entry.parameters = parameters(f, comments)
     if f.returns:
-        lines = range(last + 1, f.body[0].lineno)
+        lines = range(f.returns.lineno, f.body[0].lineno)
         what = next((comments[line] for line in lines if line in comments), "")
         entry.returns = Parameter("*returns*", text(f.returns), what=what)
     for node in ast.walk(f):
@@ -165,8 +168,8 @@ def read_function(f: Function, comments: dict[int, str], cls: str = "") -> Entry
     return entry
 
 
-def parameters(f: Function, comments: dict[int, str]) -> tuple[list[Parameter], int]:
-    """List the parameters of `f` with the comments behind them; the last line of them."""
+def parameters(f: Function, comments: dict[int, str]) -> list[Parameter]:
+    """List the parameters of `f` with the comments behind them."""
     given, a = [], f.args
     defaults = [None] * (len(a.args) - len(a.defaults)) + a.defaults
     given += [("", arg, default) for arg, default in zip(a.args, defaults, strict=True)]
@@ -184,40 +187,49 @@ def parameters(f: Function, comments: dict[int, str]) -> tuple[list[Parameter], 
             lines = [*above, last] if last > f.lineno else []
             what = " ".join(comments[line] for line in lines if line in comments)
             found.append(Parameter(stars + arg.arg, text(arg.annotation), text(default), what))
-    return found, last
+    return found
 
 
 def read_class(cls: ast.ClassDef, comments: dict[int, str]) -> Entry:
-    """Read a class: how it is made, its attributes, its methods."""
+    """Read a class: how it is made, its methods."""
     bases = ", ".join(text(b) for b in cls.bases)
     entry = Entry(cls.name, docstring(cls), f"class of {code(bases)}" if bases else "class")
     is_record = "NamedTuple" in bases or any("dataclass" in text(d) for d in cls.decorator_list)
     for node in cls.body:
-        if isinstance(node, ast.AnnAssign) and not text(node.target).startswith("_"):
+        if isinstance(node, ast.AnnAssign) and is_record and not text(node.target).startswith("_"):
             default = "..." if "field(" in text(node.value) else text(node.value)
             what = comments.get(node.end_lineno or 0, "")
             one = Parameter(text(node.target), text(node.annotation), default, what)
-            if is_record:
-                entry.call = cls.name
-                entry.parameters.append(one)
-            elif what:
-                entry.attributes.append(one)
+            entry.call = cls.name
+            entry.parameters.append(one)
         elif isinstance(node, Function) and node.name == "__init__":
-            entry.call, (entry.parameters, _) = cls.name, parameters(node, comments)
-        elif isinstance(node, Function) and not node.name.startswith("_") and docstring(node):
-            if not any(text(d).endswith(".setter") for d in node.decorator_list):
+            entry.call, entry.parameters = cls.name, parameters(node, comments)
+        elif isinstance(node, Function) and not CALLED_BY_OTHERS.match(node.name):
+            setter = any(text(d).endswith(".setter") for d in node.decorator_list)
+            if docstring(node) and not setter:
                 entry.methods.append(read_function(node, comments, cls.name))
     return entry
 
 
 def code(source: str) -> str:
     """Write `source` as code inside of a table or a heading."""
-    return f"<code>{escape(source).replace('|', '&#124;')}</code>" if source else ""
+    return f"<code>{escape(source)}</code>" if source else ""
+
+
+def table(*rows: list[str]) -> str:
+    """Write a table whose first row is its head; a phone shows the other rows as blocks."""
+    head, *others = ([cell.replace("|", "&#124;") for cell in row] for row in rows)
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *others)]
+    return "\n".join(['<div class="reference" markdown="1">\n', *lines, "\n</div>\n"])
 
 
 def signature(entry: Entry) -> str:
-    """Write how an entry is called, on one line or on several."""
-    given = [p.name + (f"={p.default}" if p.default else "") for p in entry.parameters]
+    """Write how an entry is called, on one line or on several; types where no table has them."""
+    given = []
+    for p in entry.parameters:
+        typed = f"{p.name}: {p.type}" if p.type and not entry.is_described else p.name
+        equals = "=" if typed == p.name else " = "
+        given.append(f"{typed}{equals}{p.default}" if p.default else typed)
     returns = f" -> {entry.returns.type}" if entry.returns else ""
     line = f"{entry.call}({', '.join(given)}){returns}"
     if len(line) > LONGEST:
@@ -226,20 +238,17 @@ def signature(entry: Entry) -> str:
     return f"``` {{ .python .signature }}\n{line}\n```\n"
 
 
-def table(rows: list[Parameter]) -> str:
-    """Write names, types with defaults, and descriptions; nothing where none is described."""
-    rows = [row for row in rows if row.name != "*"]
-    if not any(row.what for row in rows):
-        return ""
-    lines = [*TABLE, "| name | type = default | description |", "| --- | --- | --- |"]
-    for row in rows:
-        name = row.name if row.name == "*returns*" else code(row.name)
-        kind = row.type + (f" = {row.default}" if row.default else "")
-        lines.append(f"| {name} | {code(kind)} | {row.what.replace('|', '&#124;')} |")
-    return "\n".join([*lines, "\n</div>\n"])
+def parameter_table(entry: Entry) -> str:
+    """Write names, types with defaults, and descriptions."""
+    rows = [["name", "type = default", "description"]]
+    for p in [p for p in entry.parameters if p.name != "*"]:
+        rows.append([code(p.name), code(p.type + (f" = {p.default}" if p.default else "")), p.what])
+    if entry.returns and entry.returns.what:
+        rows.append(["*returns*", code(entry.returns.type), entry.returns.what])
+    return table(*rows)
 
 
-def describe(entry: Entry, level: int, examples: dict[str, str]) -> list[str]:
+def describe(entry: Entry, level: int) -> list[str]:
     """Write an entry under a heading of this level."""
     badge = f" <small>{entry.kind}</small>" if entry.kind else ""
     label = entry.name if level == 2 else entry.name.split(".")[-1]
@@ -248,20 +257,19 @@ def describe(entry: Entry, level: int, examples: dict[str, str]) -> list[str]:
     out.append(f"```python\n{entry.source}\n```\n" if entry.source else "")
     out.append(signature(entry) if entry.call else "")
     out.append(entry.doc + "\n")
-    out.append(f"Example: {examples[entry.name]}.\n" if entry.name in examples else "")
-    returned = [entry.returns] if entry.returns and entry.returns.what else []
-    out += [table(entry.parameters + returned), table(entry.attributes)]
+    out.append(f"Example: {entry.example}.\n" if entry.example else "")
+    out.append(parameter_table(entry) if entry.is_described else "")
     for method in entry.methods:
-        out += describe(method, level + 1, {})
+        out += describe(method, level + 1)
     return out
 
 
-def page(module: Module, notebook: str, examples: dict[str, str]) -> str:
-    """Write the page of `module`; `notebook` links to the page that builds it."""
+def page(module: Module) -> str:
+    """Write the page of `module`."""
     out = [f"# mixedfp.{module.name}\n", module.doc + "\n"]
-    out.append(f"How it is built: {notebook}.\n" if notebook else "")
+    out.append(f"How it is built, with tests: [the notebook](../{module.name}.md).\n")
     for entry in module.entries:
-        out += describe(entry, 2, examples)
+        out += describe(entry, 2)
     return "\n".join(part for part in out if part.strip())
 
 
@@ -269,11 +277,8 @@ def index(modules: list[Module]) -> str:
     """Write the page of all public names, module by module, with a line for each."""
     out = ["# API reference\n"]
     for module in modules:
+        address = module.page.removeprefix("api/")
+        rows = [[f"[{code(e.name)}]({address}#{e.anchor})", e.summary] for e in module.entries]
         out += [f"## mixedfp.{module.name}\n", module.doc + "\n"]
-        out += [*TABLE, "| name | what it is |", "| --- | --- |"]
-        for entry in module.entries:
-            address = f"{module.page.removeprefix('api/')}#{entry.anchor}"
-            what = entry.summary.replace("|", "&#124;")
-            out.append(f"| [{code(entry.name)}]({address}) | {what} |")
-        out.append("\n</div>\n")
+        out.append(table(["name", "what it is"], *rows))
     return "\n".join(out)
