@@ -175,10 +175,11 @@ def write_notebook(notebook: Path, names: Names) -> None:
 
 def write(page: str, text: str) -> None:
     """Write a page, with what the search has to know of it."""
-    rule = "boost: 2" if page in PREFERRED else ""
-    if page not in LISTED or page == ALL_NAMES:
-        rule = "exclude: true"
-    head = f"---\nsearch:\n  {rule}\n---\n\n" if rule else ""
+    head = "---\nsearch: {boost: 2}\n---\n\n" if page in PREFERRED else ""
+    if page == ALL_NAMES:
+        head = "---\nsearch: {exclude: true}\n---\n\n"
+    if page not in LISTED:
+        head = "---\nsearch: {exclude: true}\nhide: [navigation]\n---\n\n"
     (PAGES / page).parent.mkdir(parents=True, exist_ok=True)
     (PAGES / page).write_text(head + text, encoding="utf-8")
 

@@ -192,7 +192,7 @@ def parameters(f: Function, comments: dict[int, str]) -> list[Parameter]:
 
 def read_class(cls: ast.ClassDef, comments: dict[int, str]) -> Entry:
     """Read a class: how it is made, its methods."""
-    bases = ", ".join(text(b) for b in cls.bases)
+    bases = ", ".join(b for b in map(text, cls.bases) if not b.startswith("_"))
     entry = Entry(cls.name, docstring(cls), f"class of {code(bases)}" if bases else "class")
     is_record = "NamedTuple" in bases or any("dataclass" in text(d) for d in cls.decorator_list)
     for node in cls.body:
