@@ -46,8 +46,8 @@ class _Suspect(NamedTuple):
 
     batch: tuple
     loss_func: Any
-    scale: Any  # (), that its loss was multiplied with
-    rng: Any  # before it; None if that is not known
+    scale: Any  # (), the loss was multiplied by it
+    rng: Any  # before the batch; None if unknown
     step: int | None
 
 
@@ -61,10 +61,10 @@ class _SetLearn:
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
-    From the moment it is added to a Learner until it is removed, `learn.model` is in `dtype` and
-    `learn.opt` steps the masters. `learn.mp_cb` names it.
-    Raises: TypeError, ValueError for invalid settings; MixedPrecisionError for what
-    cannot work.
+    While it is on a Learner, `learn.model` is in `dtype` and `learn.opt` steps the masters.
+    `learn.mp_cb` names it.
+    Raises: TypeError, ValueError for invalid settings; MixedPrecisionError for settings
+    that cannot work together.
     """
 
     order = 10  # as fastai's own: GradientAccumulation comes before it, GradientClip after it
@@ -72,7 +72,7 @@ class MixedPrecision(Callback):
 
     def __init__(
         self,
-        loss_scale: float = 512.0,  # > 0; the constant scale, or the first one where `dynamic`
+        loss_scale: float = 512.0,  # > 0; the constant scale, or the first one if `dynamic`
         flat_master: bool = False,  # masters in a few long vectors, not one a parameter
         dynamic: bool = True,  # back off after an overflow, grow after enough steps without
         dtype: torch.dtype | str = torch.float16,  # of the model; only float16 is scaled
@@ -127,7 +127,7 @@ class MixedPrecision(Callback):
         self._attach()
 
     def before_fit(self) -> None:
-        "Adopt what was done to model and optimizer since."
+        "Adopt changes made to the model and optimizer since the last fit."
         for cb in self.learn.cbs:
             if isinstance(cb, _OF_FASTAI):
                 raise MixedPrecisionError(
@@ -143,7 +143,7 @@ class MixedPrecision(Callback):
         self._last_loss = None
 
     def before_train(self) -> None:
-        "Adopt what other callbacks did to the model since the last epoch."
+        "Adopt changes that other callbacks made to the model since the last epoch."
         self.mixed.attach(self.model)
 
     def _attach(self):
@@ -206,7 +206,7 @@ class MixedPrecision(Callback):
         self.learn.loss_grad = self.mixed.scale(self.loss_grad)
 
     def after_backward(self) -> None:
-        "Show the true loss again; that of the batch before where a single batch has overflowed."
+        "Show the true loss again, or the previous batch's if this one overflowed alone."
         if self.mixed.loss is not None:
             self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
         loss, last, self._last_loss = self.loss.detach(), self._last_loss, self.loss.detach()
@@ -215,7 +215,7 @@ class MixedPrecision(Callback):
             self.learn.loss = torch.where(loss.isfinite() | ~last.isfinite(), loss, last)
 
     def before_step(self) -> None:
-        "Unscale and check the gradients; skip the step where one is inf or nan."
+        "Unscale and check the gradients; skip the step if one is inf or nan."
         if not self.mixed.unscale():
             self._suspect = self._this_batch()
             self.mixed.skip()
@@ -259,9 +259,9 @@ class MixedPrecision(Callback):
         self,
         batch: tuple | None = None,  # (x, y); default: the last one whose step was skipped
     ) -> Overflow | None:  # None: computed again, that batch is finite
-        """Find where the inf or nan of a batch came from, and what helps. Nothing is changed.
+        """Find where the inf or nan of a batch came from, and try fixes. Nothing is changed.
 
-        Raises: MixedPrecisionError where no step was skipped and no batch is given.
+        Raises: MixedPrecisionError if no step was skipped and no batch is given.
         """
         it = self._suspect
         if batch is not None:
@@ -284,12 +284,12 @@ class MixedPrecision(Callback):
 
     @property
     def loss_scale(self) -> float:
-        "The scale of the next step; 1 where nothing is scaled."
+        "The scale of the next step; 1 without scaling."
         return self.mixed.scaler.get_scale()
 
     @property
     def layer_scales(self) -> dict[str, float]:
-        "The scales that layers have of their own, by name; they multiply the loss scale."
+        "The layers' own scales, by name; they multiply the loss scale."
         return {} if self.mixed.layers is None else self.mixed.layers.layer_scales
 
     @property
@@ -309,18 +309,18 @@ class MixedPrecision(Callback):
 
     @property
     def model_params(self) -> list[list[nn.Parameter]]:
-        "What is trained: two lists a group, weights; parameters of norms and biases."
+        "The trained parameters: for each group a list of weights, and one of norms and biases."
         return self._masters().param_lists(_groups(self.learn))
 
     @property
     def master_params(self) -> list[list[torch.Tensor]]:
-        "Their float32 masters; flat: one vector a list, a copy to be read."
+        "Their float32 masters; if flat, each list holds one vector, a copy for reading."
         return self._masters().master_lists(_groups(self.learn))
 
     def float_model(self) -> nn.Module:
         """Make a float32 twin of the model, whose parameters are the masters.
 
-        For averages of weights, evaluation and export; training shows in it.
+        For averages of weights, evaluation and export. It follows the training.
         """
         return self._masters().float_model()
 
@@ -378,7 +378,7 @@ def _use(learn, cb):
 @delegates(MixedPrecision.__init__)
 def to_fp16(
     self: Learner,
-    loss_scale: float = 512.0,  # > 0; the constant scale, or the first one where `dynamic`
+    loss_scale: float = 512.0,  # > 0; the constant scale, or the first one if `dynamic`
     flat_master: bool = False,  # masters in a few long vectors, not one a parameter
     **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
@@ -408,7 +408,7 @@ def find_overflow(
     self: Learner,
     batch: tuple | None = None,  # (x, y); default: the last one whose step was skipped
 ) -> Overflow | None:  # None: computed again, that batch is finite
-    "Find where the inf or nan of a batch came from, and what helps; see `MixedPrecision`."
+    "Find where the inf or nan of a batch came from, and try fixes; see `MixedPrecision`."
     return self.mp_cb.find_overflow(batch)
 
 # %% ../nbs/10_callback.ipynb #2b846e7f
@@ -437,7 +437,7 @@ def _some_batches(learn, n):
 
 
 def _loss_of(learn):
-    "The Learner's loss, of the tuple of targets; of a language model's outputs the first."
+    "The Learner's loss for a tuple of targets; a language model's first output counts."
 
     def loss_func(pred, targets):
         is_one = isinstance(pred, tuple) and len(targets) == 1

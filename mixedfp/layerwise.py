@@ -42,7 +42,7 @@ _LEAF = 2**64 - 1  # PyTorch's number for the nodes of leaves
 
 
 class _Trace:
-    "Which layer made which nodes of the graph: a step function of their numbers."
+    "The layer that made each node of the graph: a step function of node numbers."
 
     def __init__(self):
         self.starts: list[int] = [0]  # numbers of nodes, ascending
@@ -59,13 +59,13 @@ class _Trace:
     def leave(self) -> None:
         self._note(self.running.pop())
 
-    def end(self) -> None:  # of the outermost call, broken off or not
+    def end(self) -> None:  # of the outermost call, whether it raised or not
         self.running.clear()
         self._note(None)
 
     def _note(self, owner):
         number = private.next_sequence_number()
-        if number == self.starts[-1]:  # nothing was made in between
+        if number == self.starts[-1]:  # no node in between
             self.owners[-1] = owner
         elif owner is not self.owners[-1]:
             self.starts.append(number)
@@ -212,7 +212,7 @@ class _Hooks:
 def are_finite(
     tensors: Iterable[Tensor],  # any shapes, dtypes and devices; sparse or dense
 ) -> list[bool]:  # one a tensor
-    "Tell which of `tensors` hold neither inf nor nan. Sync: once, for all of them."
+    "Return which of `tensors` hold neither inf nor nan. Sync: once, for all of them."
     values = [t.detach().coalesce().values() if t.is_sparse else t.detach() for t in tensors]
     kinds: dict[tuple, list[Tensor]] = {}
     for v in values:
@@ -231,12 +231,12 @@ _LOWEST, _BINS = -160, 288  # of a histogram: exponents of float32 go from -149 
 
 def fitting_exponent(
     counts: Mapping[int, float],  # how many gradients are in [2**e, 2**(e + 1)), by e
-    dtype: torch.dtype = torch.float16,  # that is to hold them
+    dtype: torch.dtype = torch.float16,  # the format to hold them
     headroom: int = 4,  # powers of two kept free at the top, >= 0; batches differ
 ) -> int | None:  # k: a scale 2**k times the present one; None without gradients
-    """Choose the power of two that puts a layer's gradients best into the range of `dtype`.
+    """Choose the power of two that fits a layer's gradients best into the range of `dtype`.
 
-    Of the small ones a thousandth may fall out of the normal range.
+    A thousandth of them may become subnormal.
     Raises: ValueError if `headroom` is negative; TypeError unless `dtype` is floating-point.
     """
     if headroom < 0:
@@ -328,7 +328,7 @@ class LayerwiseGradientScaler:
         *,
         auto: bool = False,  # find scales for all modules from the first gradients
         auto_steps: int = 4,  # steps of that search, > 0; each 5 to 50 times as long as others
-        dtype: torch.dtype = torch.float16,  # auto: the format that is to hold the gradients
+        dtype: torch.dtype = torch.float16,  # auto: the format of the gradients
     ):
         low, high = check_positive("min_scale", min_scale), check_positive("max_scale", max_scale)
         if low > high:
@@ -406,12 +406,12 @@ class LayerwiseGradientScaler:
         return loss
 
     def remove(self) -> None:
-        "Take all hooks off the model, at any time; `scale` puts them on again."
+        "Remove all hooks from the model, at any time; `scale` adds them again."
         self._hooks.take_off()
         self.is_scaling = False
 
     def unscale(self) -> bool:  # whether all gradients of parameters are finite
-        """End the backward passes: take the hooks off, and find the layers that overflowed.
+        """End the backward passes: remove the hooks, and find the layers that overflowed.
 
         `.grad` holds the true gradients, in the unit of the loss; they decide alone. Sync: once.
         """

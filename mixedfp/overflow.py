@@ -35,7 +35,7 @@ class Overflow:
     phase: str  # 'input', 'forward', 'loss', 'backward'; 'compiled': only there
     module: str  # its name; '' is the whole model
     kind: str  # its class
-    call: int  # which call of it in this batch, from 1
+    call: int  # the number of its call in this batch, from 1
     cause: str = ""
     operation: str = ""  # the first one inside with inf or nan
     line: str = ""  # of the user's code
@@ -137,7 +137,7 @@ def _largest(tensors):
 
 
 class _Operations(TorchDispatchMode):
-    "Looks at each operation while it is on, and ends the pass at the first bad output."
+    "Checks each operation while active, and ends the pass at the first bad output."
 
     def __init__(self, is_strict):
         super().__init__()
@@ -147,7 +147,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if self.is_on:
-            self.is_on = False  # so that this does not look at itself
+            self.is_on = False  # so that it does not check its own operations
             self._look(func.overloadpacket.__name__, (args, kwargs or {}), out)
             self.is_on = True
         return out
@@ -178,7 +178,7 @@ _ONLY_HANDED_ON = frozenset("_to_copy view _unsafe_view t transpose expand detac
 
 
 def _cause(name, inputs, ins, out):
-    "Describe why an operation has made inf or nan."
+    "Describe why an operation returned inf or nan."
     numbers = [abs(x) for x in (*inputs[0], *inputs[1].values()) if isinstance(x, int | float)]
     numbers = [x for x in numbers if math.isfinite(x)]
     has_inf, has_nan = any(bool(t.isinf().any()) for t in ins), bool(out.isnan().any())
@@ -261,7 +261,7 @@ class _Run:
         return replace(self, policy=replace(self.policy, **policy), **others)
 
     def works(self, **changes) -> bool:
-        "Whether all is finite with these changes."
+        "Whether every number is finite with these changes."
         return self._changed(changes)().first is None
 
     def trains(self, layer_scales=None, **changes) -> bool:
@@ -340,7 +340,7 @@ def _fixes(run, phase, name):
 
 
 def _divide_columns(run):
-    "Each input column that is beyond the range, though finite; and the fix, if it works."
+    "The finite input columns that are out of range, and the fix if it works."
     args, kwargs, targets = report.split_batch(run.batch)
     args, kwargs = map_tensors(torch.clone, (args, kwargs))
     tensors, columns, changes = report.floats((args, kwargs)), [], []
@@ -364,17 +364,17 @@ def find_overflow(
     loss_func: Callable,  # of the float32 output and the targets; for a dict of the output alone
     *,
     dtype: torch.dtype | str | None = None,  # default: the model's own; float16 for one in 32 bits
-    scale: float = 1.0,  # that the loss is multiplied with
+    scale: float = 1.0,  # the loss is multiplied by it
     keep_fp32: Any = None,  # what stays in 32 bits; default: as the model has it
     native: bool | None = None,  # as in `with_masters`; default: as the model has it
     rng: tuple | None = None,  # of `random_state`, before the batch; None: as it is now
     step: int | None = None,  # for the text
 ) -> Overflow | None:  # None: with this batch all is finite
-    """Find where the first inf or nan of a batch comes from, and try what helps.
+    """Find where the first inf or nan of a batch comes from, and try fixes.
 
-    Nothing is changed: all is computed on copies of the model, and the random state is restored.
-    Takes a pass forward and back for each look and each fix, memory for two copies, and a
-    compilation if the model is compiled.
+    Nothing is changed: it runs copies of the model, and restores the random state.
+    Takes a forward and a backward pass for each search and each fix, memory for two copies,
+    and a compilation if the model is compiled.
     Raises: TypeError for a batch or a loss of another form. Sync: many.
     """
     policy, full = report.policy_for(model, dtype, keep_fp32, native), report.float_copy(model)
@@ -421,7 +421,7 @@ def _search(run, is_strict):
 
 
 def _describe_weight(run, name):
-    "Why a weight of the module is not finite; empty if all are."
+    "The reason why a weight of the module is not finite; empty if all are finite."
     half, full = report.half_copy(run.model, run.policy), dict(run.model.named_parameters())
     for key, p in half.named_parameters():
         if key.startswith(f"{name}." if name else "") and _is_bad(p, True):
@@ -434,7 +434,7 @@ def _describe_weight(run, name):
 
 
 def _describe_scope(run, phase):
-    "What the same batch does in float32."
+    "The result of the same batch in float32."
     if phase == "backward" and run.scale > 1 and run.works(scale=1.0):
         return f"; only the scaled gradient overflows (scale {run.scale:g})"
     if not run.works(dtype=torch.float32, scale=1.0, keep_fp32=()):

@@ -30,15 +30,15 @@ from .formats import NumberFormat
 from .nested import check_positive, map_tensors
 
 # %% ../nbs/11_report.ipynb #cc0e14bb
-_BIAS, _MASK = 127, 254  # of float32's stored exponent; 0 is of zeros, 255 of inf and nan
+_BIAS, _MASK = 127, 254  # of float32's stored exponent: 0 for zeros, 255 for inf and nan
 _EXPONENTS = torch.arange(1, _MASK, dtype=torch.float64, device="cpu") - _BIAS
-_LIMIT = 2.0 ** (_MASK - _BIAS)  # from there: constants that mask, as `torch.finfo(dtype).min`
+_LIMIT = 2.0 ** (_MASK - _BIAS)  # from here on: mask constants such as `torch.finfo(dtype).min`
 
 
 class Numbers:
     "How large numbers are: counts of their exponents, the largest, the format that limits them."
 
-    def __init__(self, dtype: torch.dtype = torch.float32):  # what holds them
+    def __init__(self, dtype: torch.dtype = torch.float32):  # the format that holds them
         self.dtype, self.largest = dtype, 0.0
         self.counts: Tensor = torch.zeros_like(_EXPONENTS, dtype=torch.int64)  # of [2**i, 2**(i+1))
 
@@ -71,7 +71,7 @@ class Numbers:
 
 
 class Errors:
-    "How far tensors are from the true ones."
+    "The distance of tensors from the true ones."
 
     def __init__(self):
         self.signal = self.noise = 0.0  # sums of squares
@@ -120,7 +120,7 @@ INPUTS = "(inputs)"  # the row of the batch
 
 
 class _Event:
-    "What went into a module, or came out of it."
+    "The inputs or outputs of one call of a module."
 
     def __init__(self, name, maker, is_output=False):
         self.name, self.is_output = name, is_output
@@ -237,14 +237,14 @@ def split_batch(
 
 
 class _Twins:
-    "A model's copies in float32 and in 16 bits, and all that is found by running them."
+    "A model's copies in float32 and in 16 bits, and what their passes show."
 
     def __init__(self, model, settings, training):
         self.settings, self.scale, self.full = settings, settings.loss_scale, float_copy(model)
         if training is not None:
             self.full.train(training)
         for m in self.full.modules():
-            if "Dropout" in type(m).__name__:  # its masks are no error of 16 bits
+            if "Dropout" in type(m).__name__:  # a mask is not an error of 16 bits
                 m.eval()
         self.half = half_copy(self.full, settings.policy)
         for twin in (self.full, self.half):
@@ -326,7 +326,7 @@ HEADROOM = 1  # powers of two kept free above the largest gradient where a scale
 
 
 class ModuleNumbers:
-    "All that is known of one module: a row of the report."
+    "The findings on one module: a row of the report."
 
     def __init__(self, name: str, module: nn.Module | None = None):
         self.name, self.kind = name, "" if module is None else type(module).__name__
@@ -342,7 +342,7 @@ class ModuleNumbers:
             self.errors[what].add(g, scaled.to_dense().float() / scale)
 
     def finish(self, settings):
-        "Draw the conclusions from all that was added."
+        "Work out the verdict from what was added."
         names = "total", "own", "inherited", "weights" if self.params else "inputs"
         snrs = (self.errors[name].decibels() for name in names)
         self.snr, self.own, self.inherited, self.grad_snr = snrs
@@ -428,13 +428,13 @@ class PrecisionReport:
 
     @property
     def causes(self) -> list[str]:
-        "The modules with a verdict, the first of the run in front: backward that is the last one."
+        "The modules with a verdict, first failure first: in a backward pass the last module."
         backward = [k for k, v in self.verdicts.items() if v.startswith("scale")]
         return [*(k for k in self.verdicts if k not in backward), *reversed(backward)]
 
     @property
     def line(self) -> str:
-        "The line to paste; empty if nothing that was tried helps."
+        "The line to paste; empty if no setting helped."
         if self.fix is None:
             return ""
         is_half, given = self.fix.policy.dtype == torch.float16, {}
@@ -445,7 +445,7 @@ class PrecisionReport:
         return f"{'to_fp16' if is_half else 'to_bf16'}({arguments})"
 
     def proposal(self) -> Settings | None:
-        "Settings that follow from the verdicts; None where this format cannot help any more."
+        "Settings that follow from the verdicts; None if this format cannot help."
         keep, scale = list(self.settings.policy.keep_fp32), math.log2(self.settings.loss_scale)
         for name, verdict in self.verdicts.items():
             if verdict in ("keep in fp32", "out of range"):

@@ -44,24 +44,24 @@ class MasterStep:
     """Replaces the `step` of an optimizer until `remove` is called, and steps the float32 masters.
 
     A step with inf or nan in bfloat16 gradients is skipped (`policy.skip_nonfinite`); so is one
-    that a gradient scaler calls off.
+    that a gradient scaler skips.
     Raises: MixedPrecisionError for settings that need an element-wise optimizer.
-    Sync: one number a step where gradients are checked.
+    Sync: one number a step if gradients are checked.
     """
 
     def __init__(
         self,
         opt: Any,  # an optimizer of torch.optim or fastai over parameters of the model
-        masters: Masters,  # with the snapshot of the model's buffers
+        masters: Masters,  # which also save the model's buffers
     ):
         self.opt, self.core, self.masters = opt, core_of(opt), masters
         policy = masters.policy
         self.is_half = policy.dtype.itemsize == 2
         self.checks = policy.dtype == torch.bfloat16 and policy.skip_nonfinite
-        self.is_checked = False  # the caller has checked the gradients of this step
+        self.is_checked = False  # the caller has checked this step's gradients
         self.scale: float | None = None  # of 16-bit gradients that are still scaled
         self.has_scaler = self.is_removed = False
-        self.extras: dict[str, Any] = {}  # what a file holds beside: loss scale, layer scales
+        self.extras: dict[str, Any] = {}  # saved with the model: loss scale, layer scales
         self.loop = self._make_loop(policy)
         self._install()
 
@@ -115,7 +115,7 @@ class MasterStep:
 
     @property
     def param_groups(self) -> list[dict]:
-        "The optimizer's groups, in which a scaler looks for gradients."
+        "The optimizer's groups, from which a scaler reads the gradients."
         if isinstance(self.core, torch.optim.Optimizer):
             return self.core.param_groups
         return [{"params": ps} for ps in param_lists(self.core)]
@@ -168,7 +168,7 @@ class MasterStep:
         return self.checks and any_nonfinite(grads_of(self.core))
 
     def _step_raw(self, *closure):
-        "The optimizer's own step; a scaler's division has been done, and must not be done again."
+        "Run the optimizer's own step; the gradients are unscaled and must not be divided again."
         told = {k: vars(self.core)[k] for k in ("grad_scale", "found_inf") if k in vars(self.core)}
         vars(self.core).update(dict.fromkeys(told))
         try:
@@ -186,7 +186,7 @@ class MasterStep:
             hook(self.core, (), {})
 
     def _step_with(self, closure):
-        "Step an optimizer that calls its closure in the middle of its step: LBFGS, SAM."
+        "Step an optimizer that calls its closure during its step, such as LBFGS and SAM."
         is_mine = False
 
         def evaluate():
@@ -216,7 +216,7 @@ class MasterStep:
         return done
 
     def skip(self) -> None:
-        "Skip this step: buffers are restored. A scaler calls it; nothing else has changed."
+        "Skip this step and restore the buffers; nothing else has changed. Scalers call it."
         self.is_checked, self.scale, self.has_scaler = False, None, True
         count_as_stepped(self.core)
         self.masters.snapshot.restore()
@@ -249,7 +249,7 @@ class MasterStep:
         return {**found, "state": [{**s, **self._exported(s)} for s in states]}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        "Load a state of this optimizer over any precision and layout. Raises: as the optimizer's."
+        "Load a state saved in any precision and layout. Raises: what the optimizer raises."
         state = dict(state_dict)
         saved = {k: state.pop(k) for k in ("loss_scale", "layer_scales") if k in state}
         if "loss_scale" in self.extras and saved.get("loss_scale"):
@@ -261,7 +261,7 @@ class MasterStep:
                 self.extras[k].load_state_dict(saved[k])
 
     def _reduce(self, protocol):
-        "Copy and pickle as a plain optimizer."
+        "Return what copies and pickles need: a plain optimizer."
         make, args, state, *rest = type(self.core).__reduce_ex__(self.core, protocol)  # pyright: ignore
         drop = {*_REPLACED, *own_methods(self.core), "takes_scaled_grads"}
         state = {k: v for k, v in state.items() if k not in drop}
@@ -285,7 +285,7 @@ def _bound(core, call):
 
 # %% ../nbs/08_step.ipynb #73e3b46a
 class MixedStep:
-    """Everything that mixed precision does with a batch, in order.
+    """The steps of mixed precision for one batch, in order.
 
     Call `attach` and `wrap` before training, then `begin`, `scale`, `unscale`, the optimizer's
     `step` or `skip`, `update` for each batch, and `detach` at the end.
@@ -296,7 +296,7 @@ class MixedStep:
         self,
         policy: Policy,
         scaler: LossScaler | None = None,  # default: a dynamic one for float16, none otherwise
-        layer_scales: Mapping[str, float] | str | None = None,  # by name of a layer, or "auto"
+        layer_scales: Mapping[str, float] | str | None = None,  # by layer name, or "auto"
     ):
         if not isinstance(scaler, LossScaler | None):
             raise TypeError(f"`scaler` is {scaler!r}: expected a mixedfp.scaler.LossScaler or None")
@@ -318,7 +318,7 @@ class MixedStep:
 
     @property
     def masters(self) -> Masters:
-        "Both copies of the weights. Raises: MixedPrecisionError before `attach`."
+        "The master weights and their 16-bit copies. Raises: MixedPrecisionError before `attach`."
         if self._masters is None:
             raise MixedPrecisionError("no model is attached: call `attach` first")
         return self._masters
@@ -332,7 +332,7 @@ class MixedStep:
         self,
         model: nn.Module,  # in float32; cast in place. Also one that DDP or torch.compile wraps
     ) -> None:
-        "Put `model` into 16 bits, or adopt what other code did to it since. Raises: as `Masters`."
+        "Put `model` into 16 bits, or adopt changes made since. Raises: as `Masters`."
         ddp = model if isinstance(model, DistributedDataParallel) else None
         model = uncompiled(model if ddp is None else ddp.module)
         if self._masters is not None and not self._has(model):
@@ -369,7 +369,7 @@ class MixedStep:
         return self.opt
 
     def begin(self) -> None:
-        "Begin a batch to train on: layers start scaling."
+        "Begin a training batch: layers start scaling."
         if self.layers is not None and not self.layers.is_scaling:
             self.layers.begin()
 
@@ -397,11 +397,11 @@ class MixedStep:
         return not self.scaler.found_nonfinite(opt)
 
     def skip(self) -> None:
-        "Skip the step: buffers are restored. Nothing else has changed."
+        "Skip the step and restore the buffers; nothing else has changed."
         self.opt.skip()
 
     def cancel(self) -> None:
-        "End a batch before its backward pass."
+        "End a batch that gets no backward pass."
         if self.layers is not None and self.loss is None:
             self.layers.remove()
 
@@ -422,7 +422,7 @@ class MixedStep:
     def detach(self) -> None:
         "Return model and optimizer to float32: the weights are the masters, bit for bit."
         if self._masters is not None:
-            if self.opt is not None:  # an accumulation may have been left unfinished
+            if self.opt is not None:  # the last accumulation may be unfinished
                 self.scaler.release(self.opt)
             masters, self._masters = self._masters, None
             masters.restore()
