@@ -115,7 +115,7 @@ class Cifar:
             yield x.as_subclass(Tensor), y.as_subclass(Tensor)
 
     def valid(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pictures of the test set."""
+        """Yield the images of the test set."""
         for x, y in self.dls.valid:
             yield x.as_subclass(Tensor), y.as_subclass(Tensor)
 

@@ -36,12 +36,12 @@ def attention_cases() -> list[Case]:
             batch = max(1, 2**26 // max(products, 2**21))  # some ten milliseconds
             shape = (batch, tokens, 6, size)
             cases.append((f"attention, {size} a head", attend, [shape] * 3))
-    picture, text = (16, 65, 6, 64), (4, 256, 6, 64)
+    image, text = (16, 65, 6, 64), (4, 256, 6, 64)
     return [
         *cases,
         ("attention, causal", partial(attend, is_causal=True), [text] * 3),
         ("attention, float mask", attend_masked, [*[text] * 3, (256, 256)]),
-        ("attention, dropout", partial(attend, dropout_p=0.1), [picture] * 3),
+        ("attention, dropout", partial(attend, dropout_p=0.1), [image] * 3),
         ("attention, one query", attend, [(8, 1, 6, 64), *[(8, 512, 6, 64)] * 2]),
     ]
 
@@ -58,28 +58,28 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def picture_cases() -> list[Case]:
-    """What a network for pictures calls between its convolutions, and one of these."""
-    picture = (32, 64, 32, 32)
+    """What a network for images calls between its convolutions, and one of these."""
+    image = (32, 64, 32, 32)
     weight = (64,)
     return [
-        ("conv2d 3×3", partial(F.conv2d, padding=1), [picture, (64, 64, 3, 3)]),
-        ("conv2d 1×1", F.conv2d, [picture, (64, 64, 1, 1)]),
-        ("conv2d depthwise", partial(F.conv2d, padding=1, groups=64), [picture, (64, 1, 3, 3)]),
-        ("conv_transpose2d", partial(F.conv_transpose2d, stride=2), [picture, (64, 32, 2, 2)]),
-        ("avg_pool2d 2", partial(F.avg_pool2d, kernel_size=2, ceil_mode=True), [picture]),
-        ("avg_pool2d 3", partial(F.avg_pool2d, kernel_size=3, stride=2, padding=1), [picture]),
-        ("adaptive_avg_pool2d 1", partial(F.adaptive_avg_pool2d, output_size=1), [picture]),
-        ("adaptive_avg_pool2d 4", partial(F.adaptive_avg_pool2d, output_size=4), [picture]),
-        ("max_pool2d 3", partial(F.max_pool2d, kernel_size=3, stride=2, padding=1), [picture]),
-        ("group_norm", lambda x, w, b: F.group_norm(x, 8, w, b), [picture, weight, weight]),
-        ("interpolate nearest", partial(F.interpolate, scale_factor=2), [picture]),
+        ("conv2d 3×3", partial(F.conv2d, padding=1), [image, (64, 64, 3, 3)]),
+        ("conv2d 1×1", F.conv2d, [image, (64, 64, 1, 1)]),
+        ("conv2d depthwise", partial(F.conv2d, padding=1, groups=64), [image, (64, 1, 3, 3)]),
+        ("conv_transpose2d", partial(F.conv_transpose2d, stride=2), [image, (64, 32, 2, 2)]),
+        ("avg_pool2d 2", partial(F.avg_pool2d, kernel_size=2, ceil_mode=True), [image]),
+        ("avg_pool2d 3", partial(F.avg_pool2d, kernel_size=3, stride=2, padding=1), [image]),
+        ("adaptive_avg_pool2d 1", partial(F.adaptive_avg_pool2d, output_size=1), [image]),
+        ("adaptive_avg_pool2d 4", partial(F.adaptive_avg_pool2d, output_size=4), [image]),
+        ("max_pool2d 3", partial(F.max_pool2d, kernel_size=3, stride=2, padding=1), [image]),
+        ("group_norm", lambda x, w, b: F.group_norm(x, 8, w, b), [image, weight, weight]),
+        ("interpolate nearest", partial(F.interpolate, scale_factor=2), [image]),
         (
             "interpolate bilinear",
             partial(F.interpolate, scale_factor=2, mode="bilinear"),
-            [picture],
+            [image],
         ),
-        ("pixel_shuffle", partial(F.pixel_shuffle, upscale_factor=2), [picture]),
-        *[(name, f, [picture]) for name, f in ACTIVATIONS.items()],
+        ("pixel_shuffle", partial(F.pixel_shuffle, upscale_factor=2), [image]),
+        *[(name, f, [image]) for name, f in ACTIVATIONS.items()],
     ]
 
 

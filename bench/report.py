@@ -2,7 +2,7 @@
 
     python bench/report.py --out bench/results/report.json    # 2 minutes on 2 cores
 
-A Darknet on batches of 64 random pictures of 32 x 32, in a Learner with flat masters. `plain`
+A Darknet on batches of 64 random images of 32 x 32, in a Learner with flat masters. `plain`
 trains with `to_fp16()` alone; `watched` with the recorder's columns and the norm of the gradients.
 `step` is the median time of a batch, `ratio` the median over repeats of watched by plain. `report`
 and `find_overflow` are in steps of `plain`, for one batch.

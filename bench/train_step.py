@@ -1,6 +1,6 @@
 """Whole training steps, forward to zero_grad, in float32 and in 16 bits, ours and others'.
 
-    python bench/train_step.py --out bench/results/train_step.json      # 10 minutes, 10 GB
+    python bench/train_step.py --out bench/results/train_step.json      # an hour, 10 GB
     python bench/train_step.py --models vit --ways fp32 autocast-bf16 bf16-flat
     python bench/train_step.py --models xresnet18-32 --profile bf16-flat
     python bench/train_step.py --device cuda --size large --fused
@@ -141,8 +141,8 @@ class Tabular(TabularModel):
         super().__init__([(50, 16)] * 20, 20, 10, layers)
 
 
-def pictures(bs: int, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Make a batch of pictures of ten classes."""
+def images(bs: int, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Make a batch of images of ten classes."""
     return (torch.randn(bs, 3, size, size),), torch.randint(10, (bs,))
 
 
@@ -171,26 +171,26 @@ def tiny() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(576, 256))
 
 
-TINY = Task(tiny, partial(pictures, 4, 8), True)
+TINY = Task(tiny, partial(images, 4, 8), True)
 
 blocks = [1, 2, 2, 2, 2]
 small_lstm = {"emb_sz": 200, "n_hid": 400, "n_layers": 2}
 TASKS = {
     "small": {
-        "darknet": Task(partial(Darknet, blocks, 10, nf=16), partial(pictures, 64, 32), True),
-        "xresnet18-32": Task(partial(xresnet18, n_out=10), partial(pictures, 64, 32), True),
-        "xresnet18-64": Task(partial(xresnet18, n_out=10), partial(pictures, 64, 64), True),
-        "xresnet50": Task(partial(xresnet50, n_out=10), partial(pictures, 16, 64), True),
-        "vit": Task(partial(ViT, 6, 192, 3, 32, 4), partial(pictures, 64, 32)),
+        "darknet": Task(partial(Darknet, blocks, 10, nf=16), partial(images, 64, 32), True),
+        "xresnet18-32": Task(partial(xresnet18, n_out=10), partial(images, 64, 32), True),
+        "xresnet18-64": Task(partial(xresnet18, n_out=10), partial(images, 64, 64), True),
+        "xresnet50": Task(partial(xresnet50, n_out=10), partial(images, 16, 64), True),
+        "vit": Task(partial(ViT, 6, 192, 3, 32, 4), partial(images, 64, 32)),
         "tabular": Task(partial(Tabular, [512, 256]), partial(rows, 1024)),
         "awd-lstm": Task(partial(AwdLstm, 5000, **small_lstm), partial(words, 16, 64, 5000)),
         "lm": Task(LM, partial(words, 4, 128, 8000)),
     },
     "large": {
-        "darknet": Task(partial(Darknet, blocks, 10, nf=32), partial(pictures, 512, 64), True),
-        "xresnet18": Task(partial(xresnet18, n_out=10), partial(pictures, 256, 128), True),
-        "xresnet50": Task(partial(xresnet50, n_out=10), partial(pictures, 128, 224), True),
-        "vit-b": Task(partial(ViT, 12, 768, 12, 224, 16), partial(pictures, 128, 224)),
+        "darknet": Task(partial(Darknet, blocks, 10, nf=32), partial(images, 512, 64), True),
+        "xresnet18": Task(partial(xresnet18, n_out=10), partial(images, 256, 128), True),
+        "xresnet50": Task(partial(xresnet50, n_out=10), partial(images, 128, 224), True),
+        "vit-b": Task(partial(ViT, 12, 768, 12, 224, 16), partial(images, 128, 224)),
         "tabular": Task(partial(Tabular, [4096, 2048]), partial(rows, 65536)),
         "awd-lstm": Task(partial(AwdLstm, 60000), partial(words, 64, 72, 60000)),
     },
@@ -628,30 +628,43 @@ def show(lines: list[dict]) -> None:
         )
 
 
-def show_best(lines: list[dict]) -> None:
-    """Print, for each model, the best of the switches under autocast and in ours."""
-    found = {(o["model"], o["way"]): o for o in lines}
-    rows = []
+def best_of(lines: list[dict]) -> list[dict]:
+    """Choose, for each model, the best of the switches under autocast and in ours: a line each."""
+    found, out = {(o["model"], o["way"]): o for o in lines}, []
     for model in dict.fromkeys(o["model"] for o in lines):
-        best = []
-        for start in ("autocast-bf16", "bf16-flat"):
-            own = [found.get((model, f"{start}-{k}")) for k in BEST]
-            best.append(min((o for o in own if o), key=lambda o: o["ms"], default=None))
-        if all(best):
-            rows.append((model, *best, best[0]["ms"] / best[1]["ms"]))
-    if rows:
-        print("\n| model | the best under autocast | × fp32 | pays back after | the best of ours "
-              "| × fp32 | pays back after | ours, × autocast |")  # fmt: skip
-        print("|---|---|---|---|---|---|---|---|")
-    for model, *both, ratio in rows:
-        cells = [f"{o['way']} | {o['to_fp32']:.2f} | {payback(o, found)}" for o in both]
-        print(f"| {model} | {' | '.join(cells)} | {ratio:.2f} |")
-    if rows:
-        print(f"\ngeometric mean: {geometric_mean(ratio for *_, ratio in rows):.2f}")
+        line = {"model": model}
+        for name, start in (("autocast", "autocast-bf16"), ("ours", "bf16-flat")):
+            own = [o for k in BEST if (o := found.get((model, f"{start}-{k}")))]
+            if own:
+                o = min(own, key=lambda o: o["ms"])
+                switches = o["way"].removeprefix(f"{start}-")
+                line[name] = dict(switches=switches, ms=o["ms"], to_fp32=o["to_fp32"])
+                line[name] |= dict(first_ms=o["first_ms"], pays_back=payback(o, found))
+        if len(line) == 3:
+            out.append(line | {"ratio": line["autocast"]["ms"] / line["ours"]["ms"]})
+    return out
+
+
+def show_best(lines: list[dict]) -> None:
+    """Print `best_of`, as markdown."""
+    rows = best_of(lines)
+    if not rows:
+        return
+    head = "× fp32 | first steps, s | pays back after"
+    print(f"\n| model | the best under autocast | {head} | the best of ours | {head} "
+          "| ours, × autocast |")  # fmt: skip
+    print("|---" * 10 + "|")
+    for o in rows:
+        cells = [
+            f"{c['switches']} | {c['to_fp32']:.2f} | {c['first_ms'] / 1e3:.1f} | {c['pays_back']}"
+            for c in (o["autocast"], o["ours"])
+        ]
+        print(f"| {o['model']} | {' | '.join(cells)} | {o['ratio']:.2f} |")
+    print(f"\ngeometric mean: {geometric_mean(o['ratio'] for o in rows):.2f}")
 
 
 def payback(line: dict, found: dict) -> str:
-    """After how many steps compiling has cost no time any more."""
+    """After how many steps compiling has saved as much time as it took."""
     eager = found.get((line["model"], line["way"].replace("compiled", "fused")))
     if eager is None or eager is line:
         return "at once"
@@ -742,7 +755,7 @@ def time_operators(run: Loop | Fastai, batch: tuple, n: int, args: argparse.Name
 def about(args: argparse.Namespace) -> dict:
     """Name the day, the machine and the versions."""
     names = ("torch", "fastai", "lightning", "accelerate")
-    kept = ("size", "opt", "fused", "threads", "repeats", "device")
+    kept = ("size", "opt", "fused", "threads", "repeats", "turn", "device")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine_name(args.device),
@@ -797,6 +810,7 @@ def main() -> None:
         lines += measure(args, model, ways)
         if args.out:  # after each model: a long run may be broken off
             whole = {**about(args), "results": lines, "geometric_means": means(lines)}
+            whole["best"] = best_of(lines)
             args.out.write_text(json.dumps(whole, indent=1) + "\n")
     show(lines)
     show_best(lines)

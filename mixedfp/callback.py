@@ -52,7 +52,7 @@ class _Suspect(NamedTuple):
 
 
 class _SetLearn:
-    "Sets a callback's `learn`; without `__get__` it is read as any other attribute."
+    "Sets a callback's `learn`; without `__get__` it is read like any other attribute."
 
     def __set__(self, cb, learn):
         cb._join(learn)
@@ -67,27 +67,27 @@ class MixedPrecision(Callback):
     that cannot work together.
     """
 
-    order = 10  # as fastai's own: GradientAccumulation comes before it, GradientClip after it
+    order = 10  # as fastai's own: GradientAccumulation runs before it, GradientClip after it
     learn: Any = _SetLearn()
 
     def __init__(
         self,
         loss_scale: float = 512.0,  # > 0; the constant scale, or the first one if `dynamic`
-        flat_master: bool = False,  # masters in a few long vectors, not one a parameter
-        dynamic: bool = True,  # back off after an overflow, grow after enough steps without
+        flat_master: bool = False,  # masters in a few long vectors, not one per parameter
+        dynamic: bool = True,  # back off after an overflow, grow after enough steps without one
         dtype: torch.dtype | str = torch.float16,  # of the model; only float16 is scaled
         growth_factor: float = 2.0,  # > 1
         backoff_factor: float = 0.5,  # between 0 and 1
         growth_interval: int = 2000,  # steps, > 0
         min_scale: float = 1.0,  # of a dynamic scale
         max_scale: float = 2.0**24,  # of a dynamic scale
-        max_skips: int = 30,  # in a row, then an error that names the layers
+        max_skips: int = 30,  # in a row; then an error names the layers
         enabled: bool = True,  # fastai's switch for scaling
-        layer_scales: Mapping[str, float] | str | None = None,  # on top, by layer; or "auto"
-        keep_fp32: type | str | Iterable[type | str] = (),  # stays in float32: types, names, globs
+        layer_scales: Mapping[str, float] | str | None = None,  # extra, by layer name; or "auto"
+        keep_fp32: type | str | Iterable[type | str] = (),  # kept in float32: types, names, globs
         autocast: bool = True,  # the forward pass runs under torch.autocast; False: all in 16 bits
-        native: bool = False,  # use a CPU's 16-bit kernels also where they are slow
-        store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 more bytes, exactly
+        native: bool = False,  # use a CPU's 16-bit kernels even if they are slow
+        store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 extra bytes, exact
         state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
         half_grads: bool = False,  # flat: gradients stay in 16 bits, and scaled, until the step
         skip_nonfinite: bool = True,  # bfloat16: skip a step with inf or nan in the gradients
@@ -106,12 +106,12 @@ class MixedPrecision(Callback):
         bounds: Any = dict(min_scale=min_scale, max_scale=max_scale, max_skips=max_skips)
         scaler = LossScaler(None, first, *rule, is_scaling, dynamic=dynamic, **bounds)
         self.mixed = MixedStep(policy, scaler, layer_scales)
-        self._last_loss: Any = None  # that of the batch before
-        self._suspect: Any = None  # the last batch that was skipped
-        self._random_state: Any = None  # from the first skip on: before this batch
+        self._last_loss: Any = None  # of the previous batch
+        self._suspect: Any = None  # the last skipped batch
+        self._random_state: Any = None  # before this batch; recorded after the first skip
 
     def _join(self, learn):
-        "Join `learn`; None leaves the present Learner, whose model returns to float32."
+        "Join `learn`; if it is None, leave the current Learner and restore its float32 model."
         if learn is None and self.learn is not None:
             self._detach()
             if vars(self.learn).get("mp_cb") is self:
@@ -123,7 +123,7 @@ class MixedPrecision(Callback):
     # --- added to a Learner, and removed ---
 
     def after_create(self) -> None:
-        "Put the model into 16 bits."
+        "Cast the model to 16 bits."
         self._attach()
 
     def before_fit(self) -> None:
@@ -168,7 +168,7 @@ class MixedPrecision(Callback):
             self.mixed.wrap(self.learn.opt)
 
     def _create_opt(self):
-        "Create the Learner's optimizer: no state is ever loaded in 16 bits."
+        "Create and wrap the Learner's optimizer, so that no state is loaded in 16 bits."
         before = self.learn.opt
         try:
             type(self.learn).create_opt(self.learn)
@@ -185,15 +185,15 @@ class MixedPrecision(Callback):
             self._reset_states()
 
     def _reset_states(self):
-        "A recurrent model keeps states between batches, in the dtype that the model had."
+        "Reset the states that a recurrent model keeps between batches, in its old dtype."
         if "model_resetter" in vars(self.learn) and self.mixed.policy.dtype != torch.float32:
             self.learn.model.reset()
 
     # --- one batch ---
 
     def before_batch(self) -> None:
-        "Begin a batch; its inputs stay as they are: the model's forward pass casts them."
-        if self.mixed.opt is None or self.mixed.opt.opt is not self.learn.opt:  # made in a fit
+        "Begin a batch; its inputs are not cast here, but in the model's forward pass."
+        if self.mixed.opt is None or self.mixed.opt.opt is not self.learn.opt:  # created in a fit
             self._wrap_opt()
         if not self.training:
             return
@@ -206,7 +206,7 @@ class MixedPrecision(Callback):
         self.learn.loss_grad = self.mixed.scale(self.loss_grad)
 
     def after_backward(self) -> None:
-        "Show the true loss again, or the previous batch's if this one overflowed alone."
+        "Restore the true loss; show the previous one if only this batch overflowed."
         if self.mixed.loss is not None:
             self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
         loss, last, self._last_loss = self.loss.detach(), self._last_loss, self.loss.detach()
@@ -227,11 +227,11 @@ class MixedPrecision(Callback):
             self.mixed.update()
         except MixedPrecisionError as e:
             if self._is_searching():
-                raise CancelFitException from None  # no scale helps at such a rate
+                raise CancelFitException from None  # no scale helps at this learning rate
             raise MixedPrecisionError(f"{e}\n{self._describe_overflow()}") from None
 
     def after_batch(self) -> None:
-        "End a search for a learning rate at the first loss that is not finite."
+        "End a learning rate search at the first loss that is not finite."
         if self.training and self._is_searching() and not self.loss.isfinite().all():
             raise CancelFitException
 
@@ -248,7 +248,7 @@ class MixedPrecision(Callback):
             return False
         return distributed.is_initialized() and distributed.get_world_size() > 1
 
-    # --- where an inf came from ---
+    # --- the source of an inf ---
 
     def _this_batch(self):
         batch, step = (self.xb, self.yb), self.mixed.record.n_steps
@@ -257,9 +257,9 @@ class MixedPrecision(Callback):
 
     def find_overflow(
         self,
-        batch: tuple | None = None,  # (x, y); default: the last one whose step was skipped
-    ) -> Overflow | None:  # None: computed again, that batch is finite
-        """Find where the inf or nan of a batch came from, and try fixes. Nothing is changed.
+        batch: tuple | None = None,  # (x, y); default: the last skipped batch
+    ) -> Overflow | None:  # None: the batch is finite when run again
+        """Find the source of the inf or nan of a batch, and try fixes. Nothing is changed.
 
         Raises: MixedPrecisionError if no step was skipped and no batch is given.
         """
@@ -280,7 +280,7 @@ class MixedPrecision(Callback):
             return f"The search for the first one has failed: {type(e).__name__}: {e}"
         return str(found) if found is not None else NOT_AGAIN
 
-    # --- what users read ---
+    # --- for users ---
 
     @property
     def loss_scale(self) -> float:
@@ -299,12 +299,12 @@ class MixedPrecision(Callback):
 
     @property
     def skipped(self) -> list[int]:
-        "The numbers of the skipped steps, the first step being 0."
+        "The numbers of the skipped steps, counted from 0."
         return self.mixed.record.skipped
 
     @property
     def n_skipped(self) -> int:
-        "How many steps were skipped."
+        "The number of skipped steps."
         return len(self.skipped)
 
     @property
@@ -314,13 +314,13 @@ class MixedPrecision(Callback):
 
     @property
     def master_params(self) -> list[list[torch.Tensor]]:
-        "Their float32 masters; if flat, each list holds one vector, a copy for reading."
+        "Their float32 masters; if flat, each list contains one vector, a copy for reading."
         return self._masters().master_lists(_groups(self.learn))
 
     def float_model(self) -> nn.Module:
-        """Make a float32 twin of the model, whose parameters are the masters.
+        """Return a float32 twin of the model whose parameters are the masters.
 
-        For averages of weights, evaluation and export. It follows the training.
+        For weight averages, evaluation and export. It follows the training.
         """
         return self._masters().float_model()
 
@@ -330,11 +330,11 @@ class MixedPrecision(Callback):
         return self.mixed.masters
 
     def __getstate__(self) -> dict:
-        """Copy and pickle without the batch."""
+        """Return the state for a copy or pickle, without the batch."""
         return vars(self) | dict(_suspect=None, _random_state=None)
 
     def __repr__(self) -> str:
-        """Show what matters."""
+        """Return the main settings."""
         policy, parts = self.mixed.policy, []
         for name in ("flat_master", "keep_fp32", "state_dtype"):
             if getattr(policy, name):
@@ -353,7 +353,7 @@ mixed_precision = partial(MixedPrecision)  # `cbs=mixed_precision(flat_master=Tr
 
 # %% ../nbs/10_callback.ipynb #9aecde9b
 def _groups(learn):
-    "The parameters of each group of the Learner's optimizer, made or not."
+    "Return the parameters of each group of the Learner's optimizer, created yet or not."
     opt = learn.opt
     if opt is None:
         twin = copy.copy(learn)
@@ -364,7 +364,7 @@ def _groups(learn):
 
 # %% ../nbs/10_callback.ipynb #d11e58e5
 def _use(learn, cb):
-    "Replace the mixed precision of `learn` by `cb`; if `cb` refuses, `learn` is in float32."
+    "Replace the mixed precision of `learn` by `cb`; if `cb` raises, `learn` is in float32."
     learn.to_fp32().add_cb(cb)
     try:
         cb.after_create()
@@ -379,10 +379,10 @@ def _use(learn, cb):
 def to_fp16(
     self: Learner,
     loss_scale: float = 512.0,  # > 0; the constant scale, or the first one if `dynamic`
-    flat_master: bool = False,  # masters in a few long vectors, not one a parameter
+    flat_master: bool = False,  # masters in a few long vectors, not one per parameter
     **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
-    "Put the model into float16 with float32 masters and a loss scale, before or after training."
+    "Cast the model to float16 with float32 masters and a loss scale, before or after training."
     return _use(self, MixedPrecision(loss_scale, flat_master, **kwargs))
 
 
@@ -390,31 +390,31 @@ def to_fp16(
 @delegates(MixedPrecision.__init__)
 def to_bf16(
     self: Learner,
-    flat_master: bool = False,  # masters in a few long vectors, not one a parameter
+    flat_master: bool = False,  # masters in a few long vectors, not one per parameter
     **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
-    "Put the model into bfloat16 with float32 masters; it has float32's range, nothing is scaled."
+    "Cast the model to bfloat16 with float32 masters; its range needs no loss scale."
     return _use(self, MixedPrecision(flat_master=flat_master, dtype=torch.bfloat16, **kwargs))
 
 
 @patch
 def to_fp32(self: Learner) -> Learner:  # itself
-    "Put the model back into float32: its weights are the masters, bit for bit."
+    "Restore the model to float32; its weights equal the masters, bit for bit."
     return self.remove_cbs([MixedPrecision, *_OF_FASTAI])
 
 
 @patch
 def find_overflow(
     self: Learner,
-    batch: tuple | None = None,  # (x, y); default: the last one whose step was skipped
-) -> Overflow | None:  # None: computed again, that batch is finite
-    "Find where the inf or nan of a batch came from, and try fixes; see `MixedPrecision`."
+    batch: tuple | None = None,  # (x, y); default: the last skipped batch
+) -> Overflow | None:  # None: the batch is finite when run again
+    "Find the source of the inf or nan of a batch, and try fixes; see `MixedPrecision`."
     return self.mp_cb.find_overflow(batch)
 
 # %% ../nbs/10_callback.ipynb #2b846e7f
 @contextmanager
 def _same_batches(dl):
-    "Leave the batches of `dl`, and all random numbers, as they are."
+    "Restore the batches of `dl` and the random state at the end of the block."
     kept = dict(vars(dl))
     own = dl.rng.getstate() if isinstance(kept.get("rng"), random.Random) else None
     with no_random():
@@ -428,7 +428,7 @@ def _same_batches(dl):
 
 
 def _some_batches(learn, n):
-    "The first `n` batches of training, each as inputs and the tuple of targets."
+    "Return the first `n` training batches, each as inputs and the tuple of targets."
     dl = learn.dls.train
     with _same_batches(dl), dl.fake_l.no_multiproc():
         batches = list(islice(iter(dl), n))
@@ -437,7 +437,7 @@ def _some_batches(learn, n):
 
 
 def _loss_of(learn):
-    "The Learner's loss for a tuple of targets; a language model's first output counts."
+    "Return the Learner's loss for a tuple of targets; it uses a language model's first output."
 
     def loss_func(pred, targets):
         is_one = isinstance(pred, tuple) and len(targets) == 1
@@ -449,9 +449,9 @@ def _loss_of(learn):
 @patch
 def precision_report(
     self: Learner,
-    n_batches: int = 1,  # of training, > 0; no callback sees them
-    dtype: torch.dtype | None = None,  # default: what the Learner trains in, else float16
-    **kwargs,  # as in `mixedfp.report.precision_report`, instead of what the Learner has
+    n_batches: int = 1,  # of training, > 0; callbacks do not get them
+    dtype: torch.dtype | None = None,  # default: that of the Learner, else float16
+    **kwargs,  # as in `mixedfp.report.precision_report`, instead of the Learner's settings
 ) -> PrecisionReport:
     """Compare the model in 16 bits with itself in float32, module by module; nothing is changed.
 
@@ -470,14 +470,14 @@ def precision_report(
 
 @patch
 def precision_audit(self: Learner) -> PrecisionAudit:
-    "List the dtypes that the model and its optimizer hold, and the updates that are lost."
+    "Return the dtypes of the model and its optimizer, and the lost updates."
     return audit_of(cast(nn.Module, self.model), *([] if self.opt is None else [self.opt]))
 
 # %% ../nbs/10_callback.ipynb #037782ea
 class PrecisionRecorder(Callback):
     "Adds two columns to the Learner's table: the loss scale, and the steps skipped in this epoch."
 
-    order = 55  # after `Recorder`, before what shows its names
+    order = 55  # after `Recorder`, before callbacks that show its names
 
     def before_fit(self) -> None:
         "Add the names."
@@ -486,7 +486,7 @@ class PrecisionRecorder(Callback):
         self.learn.recorder.metric_names = names[:at] + ["loss_scale", "skipped"] + names[at:]
 
     def before_epoch(self) -> None:
-        "Count from here."
+        "Record the number of skips so far."
         cb = vars(self.learn).get("mp_cb")
         self.n_before = 0 if cb is None else cb.n_skipped
 

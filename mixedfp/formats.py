@@ -14,12 +14,12 @@ from torch import Tensor
 # %% ../nbs/00_formats.ipynb #2035e414
 @dataclass(frozen=True)
 class NumberFormat:
-    """A `NumberFormat` is a binary floating-point format: a sign, an exponent and a mantissa."""
+    """A binary floating-point format with a sign, an exponent and a mantissa."""
 
     name: str  # torch's name, e.g. "float16"
     dtype: torch.dtype  # the torch type of this format
     exponent_bits: int  # bits, > 1; they set the range
-    mantissa_bits: int  # bits, > 0; those stored, so without the leading 1; they set the precision
+    mantissa_bits: int  # bits, > 0; without the leading 1, not stored; they set the precision
 
     @property
     def bias(self) -> int:
@@ -48,20 +48,20 @@ class NumberFormat:
 
     @property
     def bytes(self) -> int:
-        """The bytes one number takes."""
+        """The size of one number in bytes."""
         return (1 + self.exponent_bits + self.mantissa_bits) // 8
 
     @property
     def int_dtype(self) -> torch.dtype:
-        """The integer type of the same size, to look at the bits with `x.view(int_dtype)`."""
+        """The integer type of the same size, for reading the bits with `x.view(int_dtype)`."""
         return {2: torch.int16, 4: torch.int32, 8: torch.int64}[self.bytes]
 
     @classmethod
     def of(
         cls,
         dtype: torch.dtype,  # float16, bfloat16, float32 or float64
-    ) -> "NumberFormat":  # the one record of that format
-        """Return the `NumberFormat` of `dtype`. Raises: TypeError for anything but the four."""
+    ) -> "NumberFormat":  # the only record of that format
+        """Return the `NumberFormat` of `dtype`. Raises: TypeError for any other dtype."""
         if isinstance(dtype, torch.dtype) and dtype in _FORMATS:
             return _FORMATS[dtype]
         got = dtype if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
@@ -86,7 +86,7 @@ def ulp(
 
     Raises: TypeError unless `x` is a floating-point tensor.
 
-    Source: the conventions of Python's `math.ulp`, for every format and element by element.
+    Source: the conventions of Python's `math.ulp`, extended to all formats and to tensors.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor; got a {type(x).__name__}. Wrap it in torch.tensor().")
@@ -121,4 +121,4 @@ def is_lost(
 
 # %% ../nbs/00_formats.ipynb #9cefb3c6
 class MixedPrecisionError(RuntimeError):
-    """Training in 16 bits cannot do this; the message names an alternative."""
+    """Raised for what mixedfp does not support; the message names an alternative."""

@@ -19,7 +19,7 @@ norm_types = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMS
 def norm_bias_ids(
     module: nn.Module,  # searched with all its children
 ) -> set[int]:  # `id`s of parameters
-    "Collect the `id` of every parameter of `module` that belongs to a norm or is a `bias`."
+    "Return the `id` of every parameter of `module` that belongs to a norm or is a `bias`."
     ids = set()
     for m in module.modules():
         for name, p in m.named_parameters(recurse=False):
@@ -30,11 +30,11 @@ def norm_bias_ids(
 # %% ../nbs/05_master.ipynb #a11478a6
 def split_bn_bias(
     layer_groups: Iterable,  # of modules, or of lists of parameters as from a fastai splitter
-) -> list[list[Parameter]]:  # two lists a group: its weights; its norm parameters and biases
-    """Split each of `layer_groups` in two, the second with its norm parameters and biases.
+) -> list[list[Parameter]]:  # two lists per group: its weights; its norm parameters and biases
+    """Split each of `layer_groups` in two: weights, and norm parameters and biases.
 
-    In a list of parameters the vectors and scalars count as such.
-    Raises: TypeError if it is a single module, or a group holds anything else.
+    In a list of parameters the vectors and scalars count as norm parameters and biases.
+    Raises: TypeError for a single module, or a group that contains anything else.
     """
     if isinstance(layer_groups, nn.Module):
         raise TypeError(
@@ -53,7 +53,7 @@ def split_bn_bias(
 
 
 def _members(group):
-    "Return the parameters of a group, each once, and the ids of norm parameters and biases."
+    "Return a group's parameters without duplicates, and the ids of norm parameters and biases."
     params, second = {}, set()
     for part in [group] if isinstance(group, nn.Module) else group:
         if isinstance(part, nn.Module):
@@ -75,8 +75,8 @@ def get_master(
 ) -> tuple[list[list[Parameter]], list[list[Parameter]]]:  # model parameters, float32 masters
     """Make float32 masters of the parameters in `layer_groups` that require a gradient.
 
-    Both results hold two lists per group (weights; norm parameters and biases). With `flat_master`
-    a list of masters holds one vector, or nothing if there is no parameter.
+    Both results have two lists per group (weights; norm parameters and biases). With `flat_master`
+    a list of masters contains one vector, or is empty if there is no parameter.
     """
     model_params = [[p for p in ps if p.requires_grad] for ps in split_bn_bias(layer_groups)]
     if flat_master:
@@ -96,7 +96,7 @@ def model_g2master_g(
 ) -> None:
     """Copy the gradients of `model_params` into those of `master_params`, in float32.
 
-    Without a gradient of its parameter a master has None, and a flat master a slice of zeros.
+    Where a parameter has no gradient, its master gets None, and a flat master a slice of zeros.
     """
     for params, masters in zip(model_params, master_params, strict=True):
         if flat_master:

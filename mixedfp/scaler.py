@@ -34,7 +34,7 @@ from .sharded import agree, groups_of, is_sharded, local_parts
 
 # %% ../nbs/06_scaler.ipynb #f77c3d7e
 class ScaleRecord:
-    "The scale of each step, in 4 bytes, and the numbers of the skipped steps."
+    "The scale of each step, 4 bytes each, and the numbers of the skipped steps."
 
     def __init__(self):
         self.kept = array("f")
@@ -47,7 +47,7 @@ class ScaleRecord:
 
     @property
     def n_steps(self) -> int:
-        "How many steps were taken or skipped."
+        "The number of steps, including skipped ones."
         return len(self.kept)
 
     def add_step(self, skipped: bool, scale: float = 1.0) -> None:
@@ -70,28 +70,30 @@ def _multiply_(optimizer, factor):
 
 @torch.no_grad()
 def _unscale(optimizer, scale):
-    "Divide the gradients by `scale`; return whether one holds inf or nan, and their new scale."
+    "Divide the gradients by `scale`; return whether one has inf or nan, and their new scale."
     params = _params(optimizer)
-    for p in params:
-        if p.grad is not None and p.grad.is_sparse:
-            p.grad = p.grad.coalesce()
-    refused = _names(optimizer, lambda g: g.dtype is torch.float16)
-    if refused:
+    grads = [p.grad for p in params if p.grad is not None]
+    if any(g.is_sparse for g in grads):
+        for p in params:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
+        grads = [p.grad for p in params if p.grad is not None]
+    if any(g.dtype is torch.float16 for g in grads):
+        refused = _names(optimizer, lambda g: g.dtype is torch.float16)
         raise ValueError(
             f"cannot unscale gradients in float16, of {_some(refused)}: divided by the scale they "
             "would flush to zero. Use float32 masters, with_masters(model, optimizer); with "
             "half_grads=True leave unscale_() out"
         )
-    found = any_nonfinite([p.grad for p in params if p.grad is not None], 1 / scale)
-    return _agreed(found, params), 1.0
+    return _agreed(any_nonfinite(grads, 1 / scale), params), 1.0
 
 
 @torch.no_grad()
 def any_nonfinite(
     grads: list[Tensor],  # dense or sparse; multiplied in place
-    factor: float = 1.0,  # PyTorch's kernel that unscales is the fastest check as well
+    factor: float = 1.0,  # 1 for a check only: the unscaling kernel is also the fastest check
 ) -> bool:
-    "Whether one of `grads` holds inf or nan. Sync: one number a device."
+    "Whether one of `grads` contains inf or nan. Sync: one number per device."
     kinds, flags = {}, {}
     for g in grads:
         is_usual = type(g) is Tensor and not (g.is_sparse or g.is_complex())
@@ -117,7 +119,7 @@ def _look(optimizer, scale):
 
 
 def _agreed(found, params):
-    "`found`, or that of another process that shares some of `params`."
+    "Return `found`, or True if a process that shares some of `params` found inf or nan."
     groups = groups_of(params)
     if not groups:
         return found
@@ -126,7 +128,7 @@ def _agreed(found, params):
 
 # %% ../nbs/06_scaler.ipynb #77ee06fc
 def nonfinite_names(optimizer: Any) -> list[str]:
-    "Name the parameters in `optimizer.param_groups` with inf or nan in gradients. Sync: for each."
+    "Return the names of `optimizer`'s parameters with inf or nan in gradients. Sync: for each."
     return _names(optimizer, lambda g: not is_finite(g))
 
 
@@ -155,7 +157,7 @@ def _hopeless(n, at, optimizers, fix):
 
 @torch.no_grad()
 def is_finite(grad: Tensor) -> bool:
-    "Whether `grad` holds neither inf nor nan. Sync: two numbers."
+    "Whether `grad` contains neither inf nor nan. Sync: two numbers."
     return all(math.isfinite(v) for g in _for_kernel(grad) if g.numel() for v in g.aminmax())
 
 # %% ../nbs/06_scaler.ipynb #a4c10b13
@@ -164,19 +166,19 @@ class Overflow(Exception):
 
 
 class Undo:
-    "Keeps copies of `params` and of the state of `optimizer`, to put both back exactly."
+    "Keeps copies of `params` and of the state of `optimizer`, to restore both exactly."
 
     def __init__(self, params: Iterable[Tensor], optimizer: Optimizer):
         tensors, values = list(params), list(optimizer.state.values())
         map_tensors(lambda t: tensors.append(t) or t, values)
         self.kept = {id(t): (t, t.detach().clone()) for t in tensors}
-        # tensors stay the same objects, and get their numbers back; lists and dicts are copied
+        # tensors remain the same objects, and `restore` resets their values; containers are copied
         values = copy.deepcopy(values, {i: t for i, (t, _) in self.kept.items()})
         self.state, self.items = optimizer.state, list(zip(optimizer.state, values, strict=True))
 
     @torch.no_grad()
     def restore(self) -> None:
-        "Put back parameters and state."
+        "Restore parameters and state."
         for t, was in self.kept.values():
             t.copy_(was)
         self.state.clear()
@@ -188,7 +190,7 @@ def _float32(x):
 
 
 class _Progress(NamedTuple):
-    "The scale of the next iteration, and the counts that decide on the one after it."
+    "The scale of the next iteration, and the counts that determine the one after it."
 
     scale: float
     growth: int = 0  # steps without a skip since the scale was last changed
@@ -199,17 +201,17 @@ class _Progress(NamedTuple):
 class _Gradients:
     "The state of the gradients of one optimizer."
 
-    scale: float  # that they are multiplied by; 1.0 once they are unscaled
-    found: bool | None = None  # whether they held inf or nan; None: not checked
+    scale: float  # the factor they are multiplied by; 1.0 once unscaled
+    found: bool | None = None  # whether they contained inf or nan; None: not checked
     has_stepped: bool = False  # since the last loss and `update`
 
 # %% ../nbs/06_scaler.ipynb #e7e1129e
 class LossScaler(GradScaler):
-    """`torch.amp.GradScaler` and more: 16-bit gradients neither flush to zero nor overflow.
+    """An extended `torch.amp.GradScaler`: 16-bit gradients neither flush to zero nor overflow.
 
-    More: bounds, a constant mode that still checks, `unscale_` that may be called twice, steps
-    with a closure, scales of layers (`layers`), a record (`scales`, `skipped`), and an error that
-    names parameters after `max_skips` skips in a row.
+    It adds bounds, a constant mode that still checks, repeated calls of `unscale_`, steps with a
+    closure, layer scales (`layers`), a record (`scales`, `skipped`), and an error that names
+    parameters after `max_skips` skips in a row.
     Raises: TypeError, ValueError for wrong settings; MixedPrecisionError from `update`.
     Sync: `unscale_` or `step` reads one number from the device.
     Source: https://docs.pytorch.org/docs/2.10/amp.html#gradient-scaling
@@ -217,7 +219,7 @@ class LossScaler(GradScaler):
 
     def __init__(
         self,
-        device: str | torch.device | None = None,  # any: the scale and the counts are numbers
+        device: str | torch.device | None = None,  # unused: the scale is a Python number
         init_scale: float = 2.0**16,  # > 0; torch's default
         growth_factor: float = 2.0,  # > 1
         backoff_factor: float = 0.5,  # between 0 and 1
@@ -225,10 +227,10 @@ class LossScaler(GradScaler):
         enabled: bool = True,  # False: every method is a pass-through
         *,
         dynamic: bool = True,  # False: the scale stays `init_scale`, steps are still checked
-        min_scale: float = 1.0,  # of a dynamic scale; below 1 it would lose what it is to save
+        min_scale: float = 1.0,  # of a dynamic scale; below 1 it would cause underflow
         max_scale: float = 2.0**24,  # of a dynamic scale
-        max_skips: int = 30,  # in a row; from the upper bound to the lower it takes 24
-        layers: Any = None,  # a `LayerwiseGradientScaler`, led through each iteration by this one
+        max_skips: int = 30,  # in a row; 24 lead from the upper bound to the lower
+        layers: Any = None,  # a `LayerwiseGradientScaler`, called in each iteration
     ):
         enabled, dynamic = check_flag("enabled", enabled), check_flag("dynamic", dynamic)
         low, high = check_positive("min_scale", min_scale), check_positive("max_scale", max_scale)
@@ -244,7 +246,7 @@ class LossScaler(GradScaler):
         self.used_scale = 1.0  # of all losses of this iteration
         self.n_scaled = 0  # losses since the last `update`
         self._now = _Progress(_float32(first))
-        self._before: _Progress | None = None  # the first `update` of this iteration
+        self._before: _Progress | None = None  # before the first `update` of this iteration
         self._has_skipped = False  # since the last `update`
         self._known = WeakIdKeyDictionary()  # `_Gradients`, by optimizer
         self.record = ScaleRecord()
@@ -252,10 +254,10 @@ class LossScaler(GradScaler):
 
     scales = property(lambda self: self.record.scales, doc="The scale of each step so far.")
     skipped = property(lambda self: self.record.skipped, doc="The skipped steps, from 0.")
-    n_skipped = property(lambda self: len(self.skipped), doc="How many steps were skipped.")
+    n_skipped = property(lambda self: len(self.skipped), doc="The number of skipped steps.")
 
     def get_scale(self) -> float:
-        "The scale of the next iteration. Sync: none."
+        "Return the scale of the next iteration. Sync: none."
         return self._now.scale if self.is_enabled() else 1.0
 
     def _begin_layers(self):
@@ -265,7 +267,7 @@ class LossScaler(GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or those in a list, tuple or dict, by the scale of this iteration.
 
-        Gradients that exist are brought to that scale. Raises: ValueError without a tensor.
+        Existing gradients are rescaled to it. Raises: ValueError without a tensor.
         """
         if not self.is_enabled():
             return outputs
@@ -285,7 +287,7 @@ class LossScaler(GradScaler):
         return loss * torch.full((), self.used_scale, dtype=torch.float32, device=loss.device)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of `optimizer` by the scale, once an iteration, and check them.
+        """Divide the gradients of `optimizer` by the scale, once per iteration, and check them.
 
         Raises: ValueError for gradients in float16. Sync: one number.
         """
@@ -307,26 +309,26 @@ class LossScaler(GradScaler):
         known.found, known.scale = how(optimizer, known.scale)
 
     def found_nonfinite(self, optimizer: Any) -> bool:
-        "Whether the gradients of `optimizer` held inf or nan when they were checked."
+        "Whether the last check of the gradients of `optimizer` found inf or nan."
         return optimizer in self._known and bool(self._known[optimizer].found)
 
     def scale_of(self, optimizer: Any) -> float:
-        "The scale that the gradients of `optimizer` are multiplied by."
+        "Return the scale that the gradients of `optimizer` are multiplied by."
         return self._known[optimizer].scale if optimizer in self._known else self.used_scale
 
     def adopt(self, optimizer: Any, scale: float = 1.0) -> None:
-        "Treat the present gradients of `optimizer` as multiplied by `scale`."
+        "Treat the current gradients of `optimizer` as multiplied by `scale`."
         self._known[optimizer] = _Gradients(scale)
 
     def release(self, optimizer: Any) -> None:
-        "Unscale the present gradients of `optimizer` and forget it."
+        "Unscale the current gradients of `optimizer` and forget it."
         _multiply_(optimizer, 1 / self.scale_of(optimizer))
         self._known.pop(optimizer, None)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients unless `unscale_` has, and step if they are finite.
 
-        Returns what the optimizer's `step` does, or True; False for a skipped step. A closure
+        Returns the result of the optimizer's `step`, or True; False for a skipped step. A closure
         scales its loss and returns the true one; if it overflows, the whole step is undone.
         Raises: RuntimeError for a closure that does not scale its loss.
         """
@@ -344,7 +346,7 @@ class LossScaler(GradScaler):
         known.has_stepped = True
         if known.found:
             self._has_skipped = True
-            private.count_as_stepped(optimizer)  # or a schedule would warn of a missing step
+            private.count_as_stepped(optimizer)  # else a schedule warns of a missing step
             if hasattr(optimizer, "skip"):
                 optimizer.skip()
         return True if done is None else done
@@ -356,7 +358,7 @@ class LossScaler(GradScaler):
             return False
         if not private.unscales_by_itself(optimizer):
             return optimizer.step(*args, **kwargs)
-        # PyTorch's protocol: what is left to divide by, and that the check was made
+        # PyTorch's protocol: the divisor that remains, and the result of the check
         device = _params(optimizer)[0].device
         scale = torch.full((), known.scale, dtype=torch.float32, device=device)
         optimizer.grad_scale, optimizer.found_inf = (scale if is_scaled else None), 0 * scale
@@ -381,7 +383,7 @@ class LossScaler(GradScaler):
 
         undo = Undo(_params(optimizer), optimizer)
         try:
-            if self.n_scaled:  # by a `backward` before the step, as SAM wants it
+            if self.n_scaled:  # by a `backward` before the step, as SAM requires
                 check()
             return optimizer.step(evaluate)
         except Overflow:
@@ -389,7 +391,7 @@ class LossScaler(GradScaler):
             return False
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the iteration: back off after a skip, grow after enough steps; or take `new_scale`.
+        """End the iteration: back off after a skip, grow after enough steps, or set `new_scale`.
 
         Raises: MixedPrecisionError after `max_skips` skips in a row.
         """
@@ -416,7 +418,7 @@ class LossScaler(GradScaler):
             raise _hopeless(self.max_skips, at, self._known, fix)
 
     def _count(self, found):
-        "Count a step; a later `update` of the same iteration can only make it a skipped one."
+        "Count a step; a later `update` of the same iteration can only turn it into a skipped one."
         last = self.record.n_steps - 1
         if self._before is None:
             self._before = self._now
@@ -441,7 +443,7 @@ class LossScaler(GradScaler):
         self._now = _Progress(scale, growth, skips)
 
     def state_dict(self) -> dict:
-        "The scale, its settings, and the counts; `torch.amp.GradScaler` reads it as well."
+        "Return the scale, its settings and the counts; `torch.amp.GradScaler` can load them."
         state = super().state_dict()
         if state:
             state |= dict(_growth_tracker=self._now.growth, skips_in_a_row=self._now.skips)
@@ -449,7 +451,7 @@ class LossScaler(GradScaler):
         return state
 
     def check_state(self, state_dict: Mapping) -> None:
-        "Raises: TypeError, ValueError for a state that `load_state_dict` refuses."
+        "Check a state for `load_state_dict`. Raises: TypeError, ValueError for a wrong one."
         wanted = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
         missing = [k for k in wanted if k not in state_dict]
         if missing and self.is_enabled():
@@ -463,7 +465,7 @@ class LossScaler(GradScaler):
             check_steps("growth_interval", state_dict["growth_interval"])
 
     def load_state_dict(self, state_dict: Mapping) -> None:
-        """Continue from the state of a `LossScaler` or `GradScaler`, brought within the bounds.
+        """Continue from the state of a `LossScaler` or `GradScaler`, its scale within the bounds.
 
         Raises: TypeError, ValueError for a wrong state; nothing is changed then.
         """
@@ -476,16 +478,16 @@ class LossScaler(GradScaler):
                 self.layers.load_state_dict(state_dict["layers"])
 
     def __getstate__(self) -> dict:
-        """Copy and pickle without any optimizer."""
+        """Return the state for a copy or pickle, without optimizers."""
         return {**vars(self), "_known": None}
 
     def __setstate__(self, state: dict) -> None:
-        """Come out of a copy or a pickle."""
+        """Restore the state of a copy or pickle."""
         vars(self).update(state, _known=WeakIdKeyDictionary())
 
 # %% ../nbs/06_scaler.ipynb #cf4b4a19
 class SkipCount:
-    "Counts the steps that are skipped for inf or nan in gradients without a loss scale."
+    "Counts steps skipped for inf or nan in the gradients, in training without a loss scale."
 
     def __init__(self, max_skips: int = 30):
         self.max_skips, self.in_a_row, self.record = max_skips, 0, ScaleRecord()
@@ -502,7 +504,7 @@ class SkipCount:
             )
 
     def check(self, optimizer: Optimizer) -> None:
-        "Raises: MixedPrecisionError after `max_skips` skips in a row."
+        "Check the count. Raises: MixedPrecisionError after `max_skips` skips in a row."
         if self.in_a_row >= self.max_skips:
             self.in_a_row = 0
             raise _hopeless(self.max_skips, "", [optimizer], "Check")

@@ -1,4 +1,4 @@
-"""What all tests share: seeds, threads, and the way to the pictures."""
+"""What all tests share: seeds, threads, and the way to the images."""
 
 import gc
 import os

@@ -244,34 +244,34 @@ def pruned(inputs):
 
 def mix(inputs, bias=True):
     """Return a layer that mixes features."""
-    return nn.Conv2d(4, 4, 1, bias=bias) if inputs == "pictures" else nn.Linear(4, 4, bias=bias)
+    return nn.Conv2d(4, 4, 1, bias=bias) if inputs == "images" else nn.Linear(4, 4, bias=bias)
 
 
 def norm(inputs):
     """Return a norm with running statistics."""
-    return nn.BatchNorm2d(4) if inputs == "pictures" else Channels(nn.BatchNorm1d(4))
+    return nn.BatchNorm2d(4) if inputs == "images" else Channels(nn.BatchNorm1d(4))
 
 
 def shape_of(inputs):
     """Return the shape of what a norm over features takes."""
-    return [4, 3, 3] if inputs == "pictures" else 4
+    return [4, 3, 3] if inputs == "images" else 4
 
 
 def wide(inputs):
     """Return two layers with a few hundred weights in between."""
-    if inputs == "pictures":
+    if inputs == "images":
         return nn.Sequential(nn.Conv2d(4, 9, 3, padding=1), nn.ReLU(), nn.Conv2d(9, 4, 1))
     return nn.Sequential(nn.Linear(4, 33), nn.ReLU(), nn.Linear(33, 4))
 
 
 def on_sequences(layer, otherwise):
-    """Return what makes a layer that pictures have no use for."""
-    return lambda inputs: otherwise(inputs) if inputs == "pictures" else layer()
+    """Return what makes a layer that images have no use for."""
+    return lambda inputs: otherwise(inputs) if inputs == "images" else layer()
 
 
 def on_pictures(layer, otherwise=mix):
-    """Return what makes a layer that takes nothing but pictures."""
-    return lambda inputs: layer() if inputs == "pictures" else otherwise(inputs)
+    """Return what makes a layer that takes nothing but images."""
+    return lambda inputs: layer() if inputs == "images" else otherwise(inputs)
 
 
 LAYERS: dict[str, Callable[[str], nn.Module]] = {
@@ -316,7 +316,7 @@ LAYERS: dict[str, Callable[[str], nn.Module]] = {
 NO_PICKLE = {"weight_norm", "spectral_norm"}  # PyTorch's own refuses
 STEMS = {
     "vectors": lambda: nn.Linear(5, 4),
-    "pictures": lambda: nn.Conv2d(3, 4, 2),  # of 4 by 4 pixels: 3 by 3 are left
+    "images": lambda: nn.Conv2d(3, 4, 2),  # of 4 by 4 pixels: 3 by 3 are left
     "words": lambda: nn.Embedding(7, 4),
     "padded": lambda: nn.Embedding(7, 4, padding_idx=0),
 }
@@ -387,7 +387,7 @@ def _net(kind, inputs="vectors"):
 ON_PICTURES = "instance_norm", "transposed", "norm", "group_norm", "pruned", "wide"
 ON_WORDS = "lstm", "gru", "packed_gru", "attention", "own_attention", "layer_norm", "positions"
 NETS = {
-    kind: _net(kind, {ON_PICTURES: "pictures", ON_WORDS: "words"}[kinds])
+    kind: _net(kind, {ON_PICTURES: "images", ON_WORDS: "words"}[kinds])
     for kinds in (ON_PICTURES, ON_WORDS)
     for kind in kinds
 } | {
@@ -398,6 +398,6 @@ NETS = {
 _USED = Layer("mix", residual=True, used="sometimes"), Layer("norm"), Layer("mix", used="never")
 NETS |= {
     "tied": Net("words", (Layer("mix"), Layer("tanh"), Layer("mix", tied=True), Layer("norm"))),
-    "sometimes_used": Net("pictures", _USED),
+    "sometimes_used": Net("images", _USED),
     "padded": Net("padded", (Layer("relu"), Layer("layer_norm"))),
 }

@@ -35,8 +35,8 @@ def trained(folder, *args):
     return json.loads(file.read_text())
 
 
-def pictures(folder, n=20):
-    """Write a folder with two classes of pictures of one colour; return it."""
+def images(folder, n=20):
+    """Write a folder with two classes of images of one colour; return it."""
     for i in range(n):
         place = folder / f"deep/{i % 2}"
         place.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ WRONG = [  # found by the standard library alone
     (["--precisions", ","], "precisions=[]: expected one or more"),
     (["--precisions", "fp32,fp32"], "one or more, all different"),
     (["--data", "mnist"], "data='mnist': expected photos, cifar10, or a folder"),
-    (["--size", "64"], "size=64: photos has pictures of 32×32"),
+    (["--size", "64"], "size=64: photos has images of 32×32"),
     (["--opt", "lamb"], "invalid choice: 'lamb'"),
     (["--epochs", "0"], "epochs=0: expected an integer > 0"),
     (["--epochs", "two"], "invalid int value: 'two'"),
@@ -103,8 +103,8 @@ def test_simple_mistakes_are_found_before_torch_is_imported(tmp_path):
 
 
 LATER = [  # before anything is trained
-    (["--model", "vgg"], "or a classifier of torchvision's or timm's"),
-    (["--model", "vit_b_16"], "cannot be trained on these pictures: Wrong image height"),
+    (["--model", "vgg"], "or a classifier from torchvision or timm"),
+    (["--model", "vit_b_16"], "cannot be trained on these images: Wrong image height"),
     (["--data", str(Path(__file__).parent)], "expected a folder with train/<class>"),
     (["--n-train", "100000"], "n_train=100000: expected 2 to 4500"),
     (["--device", "tpu"], "device='tpu' cannot be used; the default is "),
@@ -121,19 +121,19 @@ def test_other_mistakes_end_in_one_line_before_training(args, message, capsys, t
 
 
 def test_a_damaged_picture_is_named_before_training(tmp_path, capsys):
-    folder = pictures(tmp_path / "pictures")
-    (folder / "deep/1/7.png").write_bytes(b"not a picture")
+    folder = images(tmp_path / "images")
+    (folder / "deep/1/7.png").write_bytes(b"not an image")
     with pytest.raises(SystemExit):
         main([*QUICK, "--data", str(folder), "--n-train", "0", "--n-valid", "0"])
     shown = capsys.readouterr()
-    assert "cannot read the picture" in shown.err and "7.png" in shown.err and shown.out == ""
+    assert "cannot read the image" in shown.err and "7.png" in shown.err and shown.out == ""
 
 
 def test_a_folder_of_classes_and_a_model_of_torchvision(tmp_path, capsys):
-    args = ["--data", str(pictures(tmp_path / "pictures")), "--size", "40", "--bs", "8"]
+    args = ["--data", str(images(tmp_path / "images")), "--size", "40", "--bs", "8"]
     args += ["--model", "squeezenet1_1", "--n-train", "0", "--n-valid", "0"]
     whole = trained(tmp_path / "out", *args, "--precisions", "fp32,bf16")
-    assert "squeezenet1_1 on pictures, sgd" in capsys.readouterr().out
+    assert "squeezenet1_1 on images, sgd" in capsys.readouterr().out
     assert [len(r["losses"]) for r in whole["results"]] == [2, 2]  # 16 of 20 in batches of 8
 
 

@@ -13,12 +13,12 @@ import torch
 from fastai.vision.all import Learner, load_learner
 from PIL import Image
 
-from mixedfp.examples import Darknet, cifar10, photos, picture_dls, picture_folder
+from mixedfp.examples import Darknet, cifar10, photos, image_dls, image_folder
 from mixedfp.testing import assert_same
 
 
 def make_cifar10(root, classes=("airplane", "dog"), n=4):
-    """Write a folder like CIFAR-10's, each picture of one colour; return it."""
+    """Write a folder like CIFAR-10's, each image of one colour; return it."""
     for split in ("train", "test"):
         for k, name in enumerate(classes):
             (root / split / name).mkdir(parents=True)
@@ -86,13 +86,13 @@ def test_pictures_are_decoded_once(machine):
     assert second.train.x.data_ptr() == first.train.x.data_ptr()
 
 
-@pytest.mark.parametrize("data", [b"", b"not a picture", None])
+@pytest.mark.parametrize("data", [b"", b"not an image", None])
 def test_a_damaged_picture_is_named(data, tmp_path):
     root = make_cifar10(tmp_path)
     file = root / "train" / "dog" / "0002.png"
     file.write_bytes(file.read_bytes()[:60] if data is None else data)
-    with pytest.raises(ValueError, match="cannot read the picture .*0002.png"):
-        picture_folder(root)
+    with pytest.raises(ValueError, match="cannot read the image .*0002.png"):
+        image_folder(root)
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, 1, 9])
@@ -124,14 +124,14 @@ def test_a_training_picture_is_a_window_of_the_padded_one():
     x = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8)
     part = x, torch.arange(16) % 2
     stats = ([0.0] * 3, [1 / 255] * 3)
-    dls = picture_dls(part, part, ["a", "b"], stats, bs=16, device="cpu")
+    dls = image_dls(part, part, ["a", "b"], stats, bs=16, device="cpu")
     padded = torch.nn.functional.pad(x.float(), (4, 4, 4, 4), mode="reflect")
     seen = []
-    for picture in dls.train.one_batch()[0].as_subclass(torch.Tensor).round():
+    for image in dls.train.one_batch()[0].as_subclass(torch.Tensor).round():
         for r, c, flip in ((r, c, f) for r in range(9) for c in range(9) for f in (0, 1)):
             windows = padded[:, :, r : r + 32, c : c + 32]
             windows = windows.flip(-1) if flip else windows
-            if (windows == picture).flatten(1).all(1).any():
+            if (windows == image).flatten(1).all(1).any():
                 seen.append((r, c, flip))
     assert len(seen) == 16 and {flip for *_, flip in seen} == {0, 1} and len(set(seen)) > 8
 
@@ -170,7 +170,7 @@ def test_predict_export_and_load(tmp_path):
             after = loaded.predict(image)
     assert after[0] == before[0]
     assert_same(after[2], before[2])
-    assert loaded.dls.train.x is None  # the pictures are not in the file
+    assert loaded.dls.train.x is None  # the images are not in the file
 
 
 def test_the_same_pictures_in_every_process():
@@ -192,7 +192,7 @@ def test_the_same_pictures_in_every_process():
 def test_batches_are_made_for_the_device():
     fill = torch.zeros(8, 3, 8, 8, dtype=torch.uint8)
     labels = torch.arange(8) % 2
-    dls = picture_dls((fill, labels), (fill, labels), ["a", "b"], bs=4, device="cuda")
+    dls = image_dls((fill, labels), (fill, labels), ["a", "b"], bs=4, device="cuda")
     for dl in dls:
         x, y = dl.one_batch()
         assert x.device.type == y.device.type == "cuda"

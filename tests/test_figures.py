@@ -19,7 +19,7 @@ def page(prose, output="bf16: loss 0.405, accuracy 84.4%\n"):
     "prose",
     [
         "a loss of 0.41<!--= printed bf16: loss -->",
-        "it is right for 84%<!--= printed bf16: loss --> of the pictures",
+        "it is right for 84%<!--= printed bf16: loss --> of the images",
         "half, 50 %<!--= set -->, of 3 networks",
         "with `n=3 times`, $2 %$, and\n\n    python it.py  # 20 MB\n",
         "no more than 1.1 times<!--= whole fp32 speed max --> as fast".replace("1.1", "1.0"),

@@ -36,7 +36,7 @@ N_EPOCHS = 3
 def learner(rank, folder):
     """Train a fastai learner, with our callback."""
     tiny.be_distributed(rank)
-    dls = tiny.make_dls(*tiny.pictures(88), bs=8, shuffle=True)
+    dls = tiny.make_dls(*tiny.images(88), bs=8, shuffle=True)
     learn = tiny.make_learner("adam", tiny.dropout_net, dls=dls, path=folder)
     learn.to_fp16(flat_master=True, loss_scale=2.0**19, growth_interval=3)  # steps are skipped
     torch.manual_seed(rank)  # each drops other activations

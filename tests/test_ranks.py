@@ -9,7 +9,7 @@ import pytest
 import torch
 from fastai.callback.training import GradientAccumulation, GradientClip
 from ranks import on_two_ranks
-from tiny import Do, Sometimes, be_distributed, make_dls, make_learner, opt_state, pictures, weights
+from tiny import Do, Sometimes, be_distributed, make_dls, make_learner, opt_state, images, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -258,7 +258,7 @@ LEARNERS = {
 
 def fit(rank, dtype=None, bad=False, model=None, **settings):
     """Fit for two epochs in `distrib_ctx`; return what both processes must agree on."""
-    dls = make_dls(*pictures(40, seed=0), n_valid=8, bs=8)
+    dls = make_dls(*images(40, seed=0), n_valid=8, bs=8)
     learn = make_learner("adam", dls=dls, **({} if model is None else dict(model=model)))
     if dtype is not None:
         learn.add_cb(MixedPrecision(dtype=dtype, loss_scale=64.0, **settings))

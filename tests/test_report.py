@@ -291,7 +291,7 @@ def test_a_fit_is_the_same_after_a_report(to, flat):
     results = []
     for looks in (False, True):
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
-        sets = [list(zip(*tiny.pictures(n), strict=True)) for n in (32, 8)]
+        sets = [list(zip(*tiny.images(n), strict=True)) for n in (32, 8)]
         dls = tiny.DataLoaders.from_dsets(*sets, bs=8, shuffle=True, num_workers=0)
         learn = tiny.Learner(dls, tiny.dropout_net(), tiny.CrossEntropyLossFlat())
         getattr(learn, to)(**({} if to == "to_fp32" else dict(flat_master=flat)))
@@ -310,7 +310,7 @@ def test_a_fit_is_the_same_after_a_report(to, flat):
 
 
 def test_a_learner_is_examined_as_it_is_trained():
-    learn = tiny.Learner(tiny.picture_dls(), tiny.conv_net(), tiny.CrossEntropyLossFlat())
+    learn = tiny.Learner(tiny.image_dls(), tiny.conv_net(), tiny.CrossEntropyLossFlat())
     scales = {"4": 2.0**3}
     learn.to_fp16(1024.0, keep_fp32=nn.GroupNorm, layer_scales=scales)
     learn.model.eval()

@@ -16,7 +16,7 @@ from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, Sa
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import load_model
 from fastai.text.data import LMDataLoader, LMTensorText
-from tiny import Do, dropout_net, make_dls, make_learner, one_group, pictures, plain, three_groups
+from tiny import Do, dropout_net, make_dls, make_learner, one_group, images, plain, three_groups
 from torch import nn
 
 from mixedfp.callback import MixedPrecision
@@ -36,7 +36,7 @@ PRECISIONS = {
 
 def shuffled_dls():
     random.seed(5)
-    return make_dls(*pictures(40), shuffle=True)
+    return make_dls(*images(40), shuffle=True)
 
 
 def start(path, precision=FLAT, opt="adam", model=dropout_net, dls=shuffled_dls, split=one_group,
@@ -364,7 +364,7 @@ def left_over(path, precision, **mixed):
 
 def flat_net():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Flatten(), nn.Linear(pictures(1)[0][0].numel(), 2))
+    return nn.Sequential(nn.Flatten(), nn.Linear(images(1)[0][0].numel(), 2))
 
 
 def grads_of(learn):

@@ -107,8 +107,8 @@ def sometimes_groups(model):
 # Data
 
 
-def pictures(n, seed=0):
-    """Return `n` noisy pictures of two classes and their labels."""
+def images(n, seed=0):
+    """Return `n` noisy images of two classes and their labels."""
     noise = torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
     y = torch.arange(n) % 2
     return noise + y.view(n, 1, 1, 1) - 0.5, y
@@ -141,9 +141,9 @@ def _broadcast(self, t, rank):
     return t.tolist()
 
 
-def picture_dls(n=32, **kwargs):
-    """Return `DataLoaders` of `n` training pictures in batches of 8."""
-    return make_dls(*pictures(n + 8), **kwargs)
+def image_dls(n=32, **kwargs):
+    """Return `DataLoaders` of `n` training images in batches of 8."""
+    return make_dls(*images(n + 8), **kwargs)
 
 
 # Learners
@@ -177,7 +177,7 @@ def make_learner(
         net = model() if not isinstance(model, nn.Module) else model
     return silent(
         Learner(
-            picture_dls() if dls is None else dls,
+            image_dls() if dls is None else dls,
             net,
             loss_func=CrossEntropyLossFlat() if loss_func is None else loss_func,
             opt_func=OPTIMIZERS[opt] if isinstance(opt, str) else opt,

@@ -23,10 +23,10 @@ from ..nested import map_tensors
 # %% ../../nbs/engine/07_ranks.ipynb #43ee0348
 @torch.no_grad()
 def average_over_ranks(
-    params: Iterable[Parameter],  # the same, in the same order, in each process
+    params: Iterable[Parameter],  # the same parameters and order in each process
     group: distributed.ProcessGroup | None = None,  # default: all processes
 ) -> None:
-    """Make each gradient the mean over the processes.
+    """Replace each gradient by its mean over the processes.
 
     Raises: MixedPrecisionError for sparse gradients.
     Sync: one all-reduce for each device and dtype; one read if a gradient is missing.
@@ -65,7 +65,7 @@ def take_from_first(
     tensors: Iterable[Tensor],  # written in place; the same shapes and order in each process
     group: distributed.ProcessGroup | None = None,  # default: all processes
 ) -> None:
-    "Give every process the `tensors` of the first. Sync: one broadcast for each."
+    "Copy the `tensors` of the first process to all others. Sync: one broadcast for each."
     for t in tensors:
         sent = t.detach().contiguous()
         distributed.broadcast(sent, group=group, group_src=0)
@@ -73,12 +73,12 @@ def take_from_first(
             t.copy_(sent)
 
 # %% ../../nbs/engine/07_ranks.ipynb #340747e3
-_OFF = 0  # false, and not the False that `no_sync` sets for its own time
+_OFF = 0  # false, but distinct from the False that `no_sync` sets
 _ATTRIBUTE = "_mixedfp_average"  # of a DDP
 
 
 class DDPAverage:
-    """Averages the gradients of a `DistributedDataParallel` in its place, while masters exist.
+    """Averages the gradients for a `DistributedDataParallel` while its model has masters.
 
     Raises: MixedPrecisionError for `static_graph=True`.
     """
@@ -89,15 +89,15 @@ class DDPAverage:
                 "DistributedDataParallel(static_graph=True) does not work with 16-bit weights and "
                 "float32 gradients: leave static_graph out"
             )
-        self.models: list[nn.Module] = []  # whose masters are those of the first process
-        self.was_synced = True  # the last forward pass was with gradients, outside of `no_sync`
+        self.models: list[nn.Module] = []  # their masters equal those of the first process
+        self.was_synced = True  # the last forward pass had gradients and no `no_sync`
         self.backward = -1  # number of the backward pass that ends with an average
         self.hook = ddp.register_forward_pre_hook(_before_ddp)
         vars(ddp)[_ATTRIBUTE] = self
 
     def begin_forward(self, ddp: DistributedDataParallel, model: nn.Module) -> None:
         "Switch the averaging of `ddp` off; send the masters of `model` the first time."
-        if ddp.require_backward_grad_sync is True:  # at first, and again after a first `no_sync`
+        if ddp.require_backward_grad_sync is True:  # initially, and after the first `no_sync`
             ddp.require_backward_grad_sync = _OFF
         if not any(m is model for m in self.models):
             masters: Any = masters_of(model)
@@ -112,8 +112,8 @@ class DDPAverage:
         ddp: DistributedDataParallel,
         output: Any,  # of a model: tensors in any nesting
     ) -> None:
-        "Have a backward pass through `output` end with the average."
-        is_synced = ddp.require_backward_grad_sync is not False  # as it is under `no_sync`
+        "Average the gradients at the end of a backward pass through `output`."
+        is_synced = ddp.require_backward_grad_sync is not False  # False under `no_sync`
         self.was_synced = is_synced and torch.is_grad_enabled()
         found: list[Tensor] = []
         map_tensors(lambda t: found.append(t) or t, output)
@@ -133,12 +133,12 @@ class DDPAverage:
             private.at_end_of_backward(partial(_average, ddp))
 
     def remove(self, ddp: DistributedDataParallel) -> None:
-        "Let `ddp` average again. Raises: MixedPrecisionError if it has a process group of its own."
+        "Let `ddp` average again. Raises: MixedPrecisionError if it has its own process group."
         self.hook.remove()
         vars(ddp).pop(_ATTRIBUTE)
         ddp.require_backward_grad_sync = True
         try:
-            ddp.__setstate__(ddp.__getstate__())  # new hooks: a cast has removed the old ones
+            ddp.__setstate__(ddp.__getstate__())  # new hooks: a cast removed the old ones
         except RuntimeError as e:
             raise MixedPrecisionError(
                 "the model is in float32 again, and its DistributedDataParallel cannot average "
@@ -159,9 +159,9 @@ def _before_ddp(ddp, args):
 
 # %% ../../nbs/engine/07_ranks.ipynb #b2c40d22
 def join_ddp(
-    masters: Masters,  # of a model in 16 bits that a DDP may run, now or later
+    masters: Masters,  # of a 16-bit model that a DDP may run, now or later
 ) -> None:
-    "Average gradients in float32 wherever a `DistributedDataParallel` runs the model."
+    "Average gradients in float32 whenever a `DistributedDataParallel` runs the model."
     masters.own(masters.model.register_forward_pre_hook(_before_model))
 
 
