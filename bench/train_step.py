@@ -669,7 +669,9 @@ def payback(line: dict, found: dict) -> str:
     if eager is None or eager is line:
         return "at once"
     gain = eager["ms"] - line["ms"]
-    return f"{(line['first_ms'] - eager['first_ms']) / gain:,.0f} steps" if gain > 0 else "never"
+    if gain < 0.05 * eager["ms"]:  # repeats differ by more
+        return "no clear gain"
+    return f"{(line['first_ms'] - eager['first_ms']) / gain:,.0f} steps"
 
 
 def means(lines: list[dict]) -> list[dict]:
@@ -761,7 +763,7 @@ def about(args: argparse.Namespace) -> dict:
         "machine": machine_name(args.device),
         "python": platform.python_version(),
         **{n: version(n) for n in names if find_spec(n) is not None},
-        **{k: getattr(args, k) for k in kept},
+        **{k: getattr(args, k) for k in kept if k in args},
         # oneDNN's limit: with AVX512_CORE_BF16 a newer CPU computes as one without AMX and fp16
         "instructions": os.environ.get("ONEDNN_MAX_CPU_ISA", "all"),
     }

@@ -72,12 +72,10 @@ def _multiply_(optimizer, factor):
 def _unscale(optimizer, scale):
     "Divide the gradients by `scale`; return whether one has inf or nan, and their new scale."
     params = _params(optimizer)
+    for p in params:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
     grads = [p.grad for p in params if p.grad is not None]
-    if any(g.is_sparse for g in grads):
-        for p in params:
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = p.grad.coalesce()
-        grads = [p.grad for p in params if p.grad is not None]
     if any(g.dtype is torch.float16 for g in grads):
         refused = _names(optimizer, lambda g: g.dtype is torch.float16)
         raise ValueError(

@@ -236,22 +236,25 @@ class Chunk:
 
     def load(self, inv_scale: float | None) -> None:
         "Copy the gradient into the scratch vector, unscale it, and widen 16-bit storage."
-        if self.has_gaps:
-            self.grad.zero_()
-        parts = []
+        parts, grad = [], self.grad
         for p, stride, a, b, n in self.sources:
             g = p.grad
             is_plain = g.stride() == stride and g.is_contiguous()
             g = g.view(-1) if is_plain else in_memory_order(g, stride)
             parts.append(g if b - a == n else g[a:b])
-        torch._foreach_copy_(self.targets, parts)
-        if inv_scale is not None:
-            self.grad.mul_(inv_scale)
+        if inv_scale is None and parts[0].shape == grad.shape and parts[0].dtype == grad.dtype:
+            grad = parts[0]  # the chunk lies within one parameter
+        else:
+            if self.has_gaps:
+                grad.zero_()
+            torch._foreach_copy_(self.targets, parts)
+            if inv_scale is not None:
+                grad.mul_(inv_scale)
         vector = self.vector
         if vector.remainder is not None:
             stored = vector.half[self.part], vector.remainder[self.part]
             self.param.data = join_into(self.full, *stored)
-        self.param.grad = self.grad
+        self.param.grad = grad
         for k in self.narrow:
             self.state[k] = self.views[k].float()
 

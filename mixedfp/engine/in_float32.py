@@ -105,10 +105,13 @@ class InFloat32(TorchFunctionMode):
     def _look_up(self, func, args, kwargs):
         "Look rows up, and sum their gradients in float32; in bfloat16 a count stops at 256."
         options = *args[3:4], *args[6:7], kwargs.get("max_norm"), kwargs.get("sparse")
-        is_half = _float_dtypes((args, kwargs)) == {self.dtype}
-        if not is_half or any(options) or not torch.is_grad_enabled():
+        is_half = [getattr(a, "dtype", None) == self.dtype for a in (*args, *kwargs.values())]
+        if not any(is_half) or any(options) or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        return cast_floats(_call(func, to_float((args, kwargs))), self.dtype)
+        halves = zip((*args, *kwargs.values()), is_half, strict=True)
+        wide = [a.float() if half else a for a, half in halves]
+        named = dict(zip(kwargs, wide[len(args) :], strict=True))
+        return func(*wide[: len(args)], **named).to(self.dtype)
 
     def _multiply(self, func, inputs, is_autocast):
         floats = _float_dtypes(inputs)
