@@ -27,7 +27,7 @@ import mixedfp.callback  # noqa: F401  adds methods to `Learner`
 from .cast import Policy, model2half
 from .command import PRECISIONS, main  # noqa: F401
 from .engine.forward import install_forward
-from .examples import Darknet, cifar10, photos, image_folder
+from .examples import Darknet, cifar10, image_folder, photos
 from .testing import COLORS
 
 # %% ../nbs/18_compare.ipynb #0dd79884

@@ -105,6 +105,7 @@ class MasterStep:
         for state in self.core.state.values():
             state.update(self._exported(state))
         self.masters.steps.remove(self)
+        self.loop = None  # its vectors are freed at once
 
     def _on_masters(self, method):
         def call(*args, **kwargs):

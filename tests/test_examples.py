@@ -13,7 +13,7 @@ import torch
 from fastai.vision.all import Learner, load_learner
 from PIL import Image
 
-from mixedfp.examples import Darknet, cifar10, photos, image_dls, image_folder
+from mixedfp.examples import Darknet, cifar10, image_dls, image_folder, photos
 from mixedfp.testing import assert_same
 
 

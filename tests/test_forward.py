@@ -201,8 +201,9 @@ def test_export_trace_and_functional_call(make, dtype):
     model, x = half(make(), dtype).eval(), torch.randn(SHAPES[make])
     expected = model(x)
     exported = torch.export.export(model, (x,)).module()(x)
-    torch.testing.assert_close(exported, expected, rtol=2**-6, atol=2**-6)
-    assert_same(torch.jit.trace(model, x, check_trace=False)(x), expected)
+    traced = torch.jit.trace(model, x, check_trace=False)(x)
+    for out in (exported, traced):  # a GRU's bfloat16 gates are under autocast in eager mode alone
+        torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-6)
     assert_same(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), expected)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fastai.callback.training import GradientAccumulation, GradientClip
 from ranks import on_two_ranks
-from tiny import Do, Sometimes, be_distributed, make_dls, make_learner, opt_state, images, weights
+from tiny import Do, Sometimes, be_distributed, images, make_dls, make_learner, opt_state, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_

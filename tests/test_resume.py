@@ -16,7 +16,7 @@ from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, Sa
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.learner import load_model
 from fastai.text.data import LMDataLoader, LMTensorText
-from tiny import Do, dropout_net, make_dls, make_learner, one_group, images, plain, three_groups
+from tiny import Do, dropout_net, images, make_dls, make_learner, one_group, plain, three_groups
 from torch import nn
 
 from mixedfp.callback import MixedPrecision

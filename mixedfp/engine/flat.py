@@ -211,22 +211,21 @@ class Chunk:
     "A slice of a vector that one call of the optimizer steps."
 
     def __init__(self, run, a, b, scratch):
-        self.group, self.part = run.group, slice(a, b)
-        self.vector = vector = run.vector
+        self.group, self.vector, self.part = run.group, run.vector, slice(a, b)
         self.state: dict[str, Any] = {}
         self.views: dict[str, Tensor] = {}  # slices of the states' vectors
         self.narrow: list[str] = []  # those in 16 bits
         self.sources, self.targets = [], []  # slices of gradients, and their destinations
         covered = 0
         for i, p in zip(run.members, run.params, strict=True):
-            start, n = vector.offsets[i], p.numel()
+            start, n = run.vector.offsets[i], p.numel()
             lo, hi = max(a, start), min(b, start + n)
             if lo < hi:
-                self.sources.append((p, vector.like[i][1], lo - start, hi - start, n))
+                self.sources.append((p, run.vector.like[i][1], lo - start, hi - start, n))
                 self.targets.append(scratch[0][lo - a : hi - a])
                 covered += hi - lo
         self.grad, self.has_gaps = scratch[0][: b - a], covered < b - a
-        self.full = vector.master[a:b] if vector.remainder is None else scratch[1][: b - a]
+        self.full = run.vector.master[a:b] if run.vector.remainder is None else scratch[1][: b - a]
         self.param = Parameter(self.full)
 
     def add_state(self, name: str, view: Tensor, is_narrow: bool) -> None:
