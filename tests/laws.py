@@ -264,7 +264,7 @@ class Loop:
         """Return the loss of batch `i`."""
         x, y = self.net.batch(i)
         loss = cross_entropy(self.forward(x), y)
-        self.see(loss)
+        self.see(loss, "loss")
         return loss
 
     def backward(self, i, factor=1.0, stop=None):
@@ -318,7 +318,7 @@ class Loop:
             loss.backward()
             return loss
 
-        self.see(self.opt.step(closure))
+        self.see(self.opt.step(closure), "loss")
 
     def train_only(self, *parts):
         """Freeze all but these parts."""
@@ -350,14 +350,14 @@ class Loop:
 
     # what is seen
 
-    def see(self, what):
+    def see(self, what, name="seen"):
         """Remember it."""
-        self.log.append(plain(what))
+        self.log.append({name: plain(what)})
 
     def look(self):
         """Remember the model, the gradients and the optimizer as they are."""
-        self.see(self.state())
-        self.see([p.grad for p in self.with_grads])
+        self.see(self.state(), "state")
+        self.see([p.grad for p in self.with_grads], "gradients")
         repr(self.opt)
 
     def state(self):
@@ -371,10 +371,10 @@ class Loop:
 
     def end(self):
         """Return all that was seen, and what there is at the end."""
-        self.see(self.state())
-        self.see([p.requires_grad for p in self.params])
+        self.see(self.state(), "state")
+        self.see([p.requires_grad for p in self.params], "trained")
         if self.scaler is not None:
-            self.see(self.scaler.get_scale())
+            self.see(self.scaler.get_scale(), "loss scale")
         return self.log
 
 
@@ -477,7 +477,7 @@ class ByHand(Loop):
     def end(self):
         """Return what a `Loop` returns; buffers are the copy's."""
         self.model.load_state_dict(dict(self.half.named_buffers()), strict=False)
-        return super().end() + ([] if self.scale == 1 else [self.scale])
+        return super().end() + ([] if self.scale == 1 else [{"loss scale": self.scale}])
 
 
 def train_loop(row, dtype=None, make=Loop, **kept):

@@ -70,7 +70,7 @@ def clipping(run):
         run.backward(i)
         run.unscale()
         if i % 2:
-            run.see(nn.utils.clip_grad_norm_(run.with_grads, 0.1))
+            run.see(nn.utils.clip_grad_norm_(run.with_grads, 0.1), "norm")
         else:
             nn.utils.clip_grad_value_(run.with_grads, 0.01)
         run.step()
@@ -119,7 +119,7 @@ def following_a_schedule(run):
         run.iterate(1, i)
         for schedule in schedules[:1]:
             schedule.step()
-    run.see(schedules[0].get_last_lr())
+    run.see(schedules[0].get_last_lr(), "rates")
 
 
 @loop
@@ -130,7 +130,7 @@ def scheduling_one_cycle(run):
     for i in range(5):
         run.iterate(1, i)
         schedule.step()
-    run.see([dict(g, params=None) for g in run.opt.param_groups])
+    run.see([dict(g, params=None) for g in run.opt.param_groups], "groups")
 
 
 @loop
