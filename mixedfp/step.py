@@ -37,7 +37,7 @@ from mixedfp.engine.torch_private import (
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import check_positive, warn_once
-from .scaler import LossScaler, Overflow, ScaleRecord, Undo, any_nonfinite
+from .scaler import FoundInf, LossScaler, ScaleRecord, Undo, any_nonfinite
 
 # %% ../nbs/08_step.ipynb #190bbcfc
 class MasterStep:
@@ -196,7 +196,7 @@ class MasterStep:
                 loss = closure()
             if self.checks and any_nonfinite(grads_of(self.core)):
                 is_mine = True
-                raise Overflow
+                raise FoundInf
             return loss
 
         with self.masters.shown():
@@ -204,7 +204,7 @@ class MasterStep:
             undo: Any = Undo(params, self.core) if self.is_half else None
             try:
                 done = self._step_raw(evaluate)
-            except Overflow:
+            except FoundInf:
                 undo.restore()
                 if not is_mine:
                     raise  # a scaler's: it counts the skip
