@@ -221,8 +221,10 @@ class Chunk:
             start, n = run.vector.offsets[i], p.numel()
             lo, hi = max(a, start), min(b, start + n)
             if lo < hi:
-                self.sources.append((p, run.vector.like[i][1], lo - start, hi - start, n))
-                self.targets.append(scratch[0][lo - a : hi - a])
+                target, like = scratch[0][lo - a : hi - a], run.vector.like[i]
+                part = None if hi - lo == n else slice(lo - start, hi - start)
+                self.sources.append((p, like[1], part))
+                self.targets.append(target.as_strided(*like) if part is None else target)
                 covered += hi - lo
         self.grad, self.has_gaps = scratch[0][: b - a], covered < b - a
         self.full = run.vector.master[a:b] if run.vector.remainder is None else scratch[1][: b - a]
@@ -235,12 +237,9 @@ class Chunk:
 
     def load(self, inv_scale: float | None) -> None:
         "Copy the gradient into the scratch vector, unscale it, and widen 16-bit storage."
-        parts, grad = [], self.grad
-        for p, stride, a, b, n in self.sources:
-            g = p.grad
-            is_plain = g.stride() == stride and g.is_contiguous()
-            g = g.view(-1) if is_plain else in_memory_order(g, stride)
-            parts.append(g if b - a == n else g[a:b])
+        grad, parts = self.grad, []
+        for p, stride, part in self.sources:
+            parts.append(p.grad if part is None else in_memory_order(p.grad, stride)[part])
         if inv_scale is None and parts[0].shape == grad.shape and parts[0].dtype == grad.dtype:
             grad = parts[0]  # the chunk lies within one parameter
         else:
