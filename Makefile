@@ -47,7 +47,7 @@ demo: $(if $(wildcard .venv/.dev),.venv/.dev,.venv/.user)
 	mixedfp_compare --data $(DATA)
 
 test: .venv/.dev
-	@echo "about 11 minutes on two cores: checks 1, notebooks 5, tests 5"
+	@echo "7 to 11 minutes on two cores: checks 1, notebooks 3 to 5, tests 3 to 5"
 	python tools/unchanged.py nbdev_export
 	python tools/unchanged.py nbdev_clean
 	python tools/unchanged.py nbdev_clean --fname index.ipynb

@@ -160,7 +160,7 @@ def test_the_search_finds_a_page_for_users_first(query, browser):
     assert first.startswith(("/index", "/tutorials/", "/guides/", "/trainers")), first
 
 
-def test_pages_for_those_who_change_the_package_are_not_found_by_the_search():
+def test_the_search_excludes_internal_pages():
     found = json.loads((SITE / "search" / "search_index.json").read_text(encoding="utf-8"))
     pages = {place["location"].partition("#")[0] for place in found["docs"]}
     assert {"index.html", "api/callback.html", "scaler.html"} <= pages

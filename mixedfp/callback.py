@@ -46,7 +46,7 @@ class _Suspect(NamedTuple):
 
     batch: tuple
     loss_func: Any
-    scale: Any  # (), the loss was multiplied by it
+    scale: Any  # (), the factor of the loss
     rng: Any  # before the batch; None if unknown
     step: int | None
 
@@ -75,15 +75,15 @@ class MixedPrecision(Callback):
         loss_scale: float = 512.0,  # > 0; the constant scale, or the first one if `dynamic`
         flat_master: bool = False,  # masters in a few long vectors, not one per parameter
         dynamic: bool = True,  # back off after an overflow, grow after enough steps without one
-        dtype: torch.dtype | str = torch.float16,  # of the model; only float16 is scaled
+        dtype: torch.dtype | str = torch.float16,  # the model's; only float16 is scaled
         growth_factor: float = 2.0,  # > 1
         backoff_factor: float = 0.5,  # between 0 and 1
         growth_interval: int = 2000,  # steps, > 0
-        min_scale: float = 1.0,  # of a dynamic scale
-        max_scale: float = 2.0**24,  # of a dynamic scale
+        min_scale: float = 1.0,  # lower bound of a dynamic scale
+        max_scale: float = 2.0**24,  # upper bound of a dynamic scale
         max_skips: int = 30,  # in a row; then an error names the layers
         enabled: bool = True,  # fastai's switch for scaling
-        layer_scales: Mapping[str, float] | str | None = None,  # extra, by layer name; or "auto"
+        layer_scales: Mapping[str, float] | str | None = None,  # by layer name, or "auto"
         keep_fp32: type | str | Iterable[type | str] = (),  # kept in float32: types, names, globs
         autocast: bool = True,  # the forward pass runs under torch.autocast; False: all in 16 bits
         native: bool = False,  # use a CPU's 16-bit kernels even if they are slow
@@ -106,7 +106,7 @@ class MixedPrecision(Callback):
         bounds: Any = dict(min_scale=min_scale, max_scale=max_scale, max_skips=max_skips)
         scaler = LossScaler(None, first, *rule, is_scaling, dynamic=dynamic, **bounds)
         self.mixed = MixedStep(policy, scaler, layer_scales)
-        self._last_loss: Any = None  # of the previous batch
+        self._last_loss: Any = None  # the previous batch's loss
         self._suspect: Any = None  # the last skipped batch
         self._random_state: Any = None  # before this batch; recorded after the first skip
 
@@ -449,7 +449,7 @@ def _loss_of(learn):
 @patch
 def precision_report(
     self: Learner,
-    n_batches: int = 1,  # of training, > 0; callbacks do not get them
+    n_batches: int = 1,  # number of training batches, > 0; callbacks do not receive them
     dtype: torch.dtype | None = None,  # default: that of the Learner, else float16
     **kwargs,  # as in `mixedfp.report.precision_report`, instead of the Learner's settings
 ) -> PrecisionReport:

@@ -38,9 +38,9 @@ class Overflow:
     call: int  # the number of its call in this batch, from 1
     cause: str = ""
     operation: str = ""  # the first one inside with inf or nan
-    line: str = ""  # of the user's code
-    place: tuple = ()  # of the first bad number in the output
-    dtype: torch.dtype | None = None  # of that output
+    line: str = ""  # the line of the user's code
+    place: tuple = ()  # the index of the first bad number in the output
+    dtype: torch.dtype | None = None  # the dtype of that output
     n_inf: int = 0
     n_nan: int = 0
     is_producer: bool = True  # whether its inputs were finite
@@ -311,7 +311,7 @@ NOT_AGAIN = (
 )
 
 # %% ../nbs/12_overflow.ipynb #0f1a000f
-STEPS = 20  # of training, which a setting must pass to be proposed
+STEPS = 20  # training steps that a proposed setting must pass
 
 
 def _fixes(run, phase, name):
@@ -361,7 +361,7 @@ def _divide_columns(run):
 def find_overflow(
     model: nn.Module,  # in 16 bits, as trained, or in 32; a compiled one also runs uncompiled
     batch: Any,  # (x, y), (x, ..., y), or a dict of keyword arguments
-    loss_func: Callable,  # of the float32 output and the targets; of the output alone for a dict
+    loss_func: Callable,  # takes the float32 output and the targets; only the output for a dict
     *,
     dtype: torch.dtype | str | None = None,  # default: the model's; float16 if that is float32
     scale: float = 1.0,  # the loss is multiplied by it

@@ -30,7 +30,7 @@ from .formats import NumberFormat
 from .nested import check_positive, map_tensors
 
 # %% ../nbs/11_report.ipynb #cc0e14bb
-_BIAS, _MASK = 127, 254  # of float32's stored exponent: 0 for zeros, 255 for inf and nan
+_BIAS, _MASK = 127, 254  # float32's exponent bias; the stored exponent of mask constants
 _EXPONENTS = torch.arange(1, _MASK, dtype=torch.float64, device="cpu") - _BIAS
 _LIMIT = 2.0 ** (_MASK - _BIAS)  # from here on: mask constants such as `torch.finfo(dtype).min`
 
@@ -40,7 +40,7 @@ class Numbers:
 
     def __init__(self, dtype: torch.dtype = torch.float32):  # their format
         self.dtype, self.largest = dtype, 0.0
-        self.counts: Tensor = torch.zeros_like(_EXPONENTS, dtype=torch.int64)  # of [2**i, 2**(i+1))
+        self.counts: Tensor = torch.zeros_like(_EXPONENTS, dtype=torch.int64)  # in [2**i, 2**(i+1))
 
     def add(self, x: Tensor) -> None:
         "Count the numbers of `x`, except 0 and masks, by exponent. Sync: two."
@@ -126,7 +126,7 @@ class _Event:
         self.name, self.is_output = name, is_output
         self.maker = maker  # the module that made `own`; for inputs, the parent
         self.tensors, self.own = [], []  # copies; the indices of those `maker` made itself
-        self.grads = {}  # of inputs, by position
+        self.grads = {}  # of the inputs, by position
 
     def is_same_call(self, other):
         "Whether both are from the same call; a 16-bit model may take another path."
@@ -321,7 +321,7 @@ class _Twins:
 # %% ../nbs/11_report.ipynb #41403b79
 WINDOW_LOSS = 1e-3  # share of the gradients that a scale window may flush
 MIN_OWN_SNR = 20.0  # dB: a module's own error is a tenth of its output; rounding alone: 50 or more
-MAX_LOST_ENERGY = 1e-2  # of a gradient's squares: an error of a tenth of it, 20 dB
+MAX_LOST_ENERGY = 1e-2  # share of a gradient's sum of squares; 20 dB
 HEADROOM = 1  # powers of two kept free above the largest gradient by a proposed scale
 
 
@@ -333,7 +333,7 @@ class ModuleNumbers:
         self.params, self.out, self.errors = [], Numbers(), defaultdict(Errors)
         self.grads: dict[tuple, Numbers] = {}  # by kind (inputs, weights) and dtype
         self.overflows = self.is_fed_inf = False
-        self.columns: Any = set()  # of the batch, out of range
+        self.columns: Any = set()  # columns of the batch that are out of range
 
     def add_grad(self, what, dtype, g, scaled, scale):
         "Add true gradients of inputs or weights, and the 16-bit pass's, which are in `dtype`."
@@ -410,7 +410,7 @@ class Settings:
 
     policy: Policy  # dtype, keep_fp32, native, autocast
     loss_scale: float
-    layer_scales: Mapping[str, float]  # on top of the loss scale
+    layer_scales: Mapping[str, float]  # multiply the loss scale
 
 
 class PrecisionReport:
@@ -517,12 +517,12 @@ def as_code(value: Any) -> str:
 def precision_report(
     model: nn.Module,  # in 32 bits, or in 16 with or without masters; not changed
     batches: Iterable,  # each `(x, ..., y)`, `((x, ...), y)`, or a dict of keyword arguments
-    loss_func: Callable,  # of the output and y; of the output alone if batches are dicts
+    loss_func: Callable,  # takes the output and y; only the output if batches are dicts
     dtype: torch.dtype | str | None = None,  # default: that of a 16-bit model, else float16
     loss_scale: float | None = None,  # default: 512 for float16 as in `to_fp16`, else 1
     *,
     keep_fp32: Any = None,  # modules that stay in 32 bits; default: the model's
-    layer_scales: Mapping[str, float] | None = None,  # on top of the loss scale
+    layer_scales: Mapping[str, float] | None = None,  # multiply the loss scale
     native: bool | None = None,  # as in `to_fp16`; default: the model's
     training: bool | None = None,  # the mode to run in; default: the model's
 ) -> PrecisionReport:
@@ -573,7 +573,7 @@ def _policy_of(model):
     return next((masters.policy for masters in found if masters is not None), None)
 
 # %% ../nbs/11_report.ipynb #1e3bee69
-# by Okabe and Ito, https://jfly.uni-koeln.de/color
+# colors by Okabe and Ito, https://jfly.uni-koeln.de/color
 _BLUE, _RED, _GREY = "#0072B2", "#D55E00", "#999999"
 
 

@@ -43,8 +43,8 @@ from .scaler import FoundInf, LossScaler, ScaleRecord, Undo, any_nonfinite
 class MasterStep:
     """Replaces the `step` of an optimizer until `remove` is called, and steps the float32 masters.
 
-    It skips a step with inf or nan in the gradients in bfloat16 (`policy.skip_nonfinite`), and one
-    that a gradient scaler skips.
+    In bfloat16 it skips steps with inf or nan in the gradients (`policy.skip_nonfinite`); in
+    float16 it follows the gradient scaler.
     Raises: MixedPrecisionError for settings that need an element-wise optimizer.
     Sync: one number per step if gradients are checked.
     """
@@ -52,14 +52,14 @@ class MasterStep:
     def __init__(
         self,
         opt: Any,  # an optimizer of torch.optim or fastai over parameters of the model
-        masters: Masters,  # of the model; they also save its buffers
+        masters: Masters,  # the masters of the model, and the snapshot of its buffers
     ):
         self.opt, self.core, self.masters = opt, core_of(opt), masters
         policy = masters.policy
         self.is_half = policy.dtype.itemsize == 2
         self.checks = policy.dtype == torch.bfloat16 and policy.skip_nonfinite
         self.is_checked = False  # the caller has checked this step's gradients
-        self.scale: float | None = None  # of 16-bit gradients that are still scaled
+        self.scale: float | None = None  # the loss scale of gradients that are still scaled
         self.has_scaler = self.is_removed = False
         self.extras: dict[str, Any] = {}  # saved with the model: loss scale, layer scales
         self.loop = self._make_loop(policy)
@@ -207,7 +207,7 @@ class MasterStep:
             except FoundInf:
                 undo.restore()
                 if not is_mine:
-                    raise  # a scaler's: it counts the skip
+                    raise  # raised by a scaler, which counts the skip
                 done = None
         if is_mine:
             self._count_skip()
@@ -227,7 +227,7 @@ class MasterStep:
         self.is_checked, self.scale = False, None
         self.masters.snapshot.restore()
         self.masters.skips.add(True)
-        me: Any = self  # has the `param_groups` of an optimizer
+        me: Any = self  # has `param_groups`, like an optimizer
         self.masters.skips.check(me)
 
     # --- files and copies ---
@@ -266,7 +266,7 @@ class MasterStep:
         make, args, state, *rest = type(self.core).__reduce_ex__(self.core, protocol)  # pyright: ignore
         drop = {*_REPLACED, *own_methods(self.core), "takes_scaled_grads"}
         state = {k: v for k, v in state.items() if k not in drop}
-        if "state" in state:  # fastai's Lookahead has its inner optimizer's
+        if "state" in state:  # fastai's Lookahead shares the inner optimizer's
             states = {p: {**s, **self._exported(s)} for p, s in state["state"].items()}
             state["state"] = defaultdict(dict, states)
         return make, args, state, *rest
@@ -310,7 +310,7 @@ class MixedStep:
         self.layers: LayerwiseGradientScaler | None = None
         self.opt: Any = None  # a `MasterStep` after `wrap`
         self.may_skip = False  # whether steps with inf or nan are skipped
-        self.loss: Tensor | None = None  # the true one, from `scale` to `update`
+        self.loss: Tensor | None = None  # the unscaled loss, from `scale` to `update`
 
     @property
     def is_attached(self) -> bool:
@@ -377,8 +377,8 @@ class MixedStep:
     def scale(
         self,
         loss: Tensor,  # (), float32
-    ) -> Tensor:  # call `backward` on this one
-        "Scale `loss`; `self.loss` is the true one until `update`."
+    ) -> Tensor:  # the loss to call `backward` on
+        "Scale `loss`; `self.loss` is the unscaled loss until `update`."
         self.loss = loss
         if self.layers is not None:
             loss = self.layers.trace_loss(loss)
@@ -423,7 +423,7 @@ class MixedStep:
     def detach(self) -> None:
         "Restore model and optimizer to float32; the weights equal the masters, bit for bit."
         if self._masters is not None:
-            if self.opt is not None:  # the last accumulation may be unfinished
+            if self.opt is not None:  # gradients of an unfinished accumulation may exist
                 self.scaler.release(self.opt)
             masters, self._masters = self._masters, None
             masters.restore()

@@ -1,7 +1,9 @@
 """Both copies of the weights: what is in vectors, what is warned of, what a bad file changes."""
 
 import copy
+import gc
 import logging
+import weakref
 from functools import partial
 
 import pytest
@@ -107,3 +109,18 @@ def test_a_file_with_a_broken_loss_scale_changes_nothing():
     with pytest.raises(ValueError, match="`scale` is -1.0"):
         learn.opt.load_state_dict(bad)
     assert_same(tiny.opt_state(learn), before)
+
+
+def test_restoring_frees_the_vectors_at_once():
+    """Not only when Python next looks for cycles: they are as large as the model."""
+    model = nn.Linear(4, 4)
+    model, opt = with_masters(model, torch.optim.AdamW(model.parameters()), flat_master=True)
+    model(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    vectors = [weakref.ref(v.master) for v in opt.masters.vectors]
+    gc.disable()
+    try:
+        opt.masters.restore()
+        assert [vector() for vector in vectors] == [None]
+    finally:
+        gc.enable()

@@ -191,7 +191,7 @@ def lay_out(
 
 
 def is_vectorizable(p: Parameter) -> bool:
-    "Whether the master of `p` can be in a vector: it is trained, dense, not empty or a scalar."
+    "Whether the master of `p` can be in a vector: trained, dense, neither empty nor a scalar."
     return (p.requires_grad or p.grad is not None) and p.dim() > 0 < p.numel() and is_dense(p)
 
 
@@ -275,7 +275,7 @@ class Chunk:
 
 
 class Run:
-    "Neighbours in a vector that are stepped alike."
+    "Consecutive parameters of a vector that are stepped in the same way."
 
     def __init__(self, group, vector, members, params, numbers):
         self.group, self.vector, self.members, self.params = group, vector, members, params
@@ -306,7 +306,7 @@ class ChunkLoop:
         self.states: dict[tuple, Tensor] = {}  # by vector and name
         self.runs: list[Run] = []
         self.seen: Any = None  # the inputs of the current plan
-        self.chunks: list[Chunk] = []  # of all runs
+        self.chunks: list[Chunk] = []  # the chunks of all runs
         self.stepped: list[Parameter] = []  # the parameters in them
         self.loose: list[list[Parameter]] = []  # not in a vector, or with sparse gradients
 

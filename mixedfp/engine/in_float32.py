@@ -108,10 +108,9 @@ class InFloat32(TorchFunctionMode):
         is_half = [getattr(a, "dtype", None) == self.dtype for a in (*args, *kwargs.values())]
         if not any(is_half) or any(options) or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        halves = zip((*args, *kwargs.values()), is_half, strict=True)
-        wide = [a.float() if half else a for a, half in halves]
-        named = dict(zip(kwargs, wide[len(args) :], strict=True))
-        return func(*wide[: len(args)], **named).to(self.dtype)
+        widened = [a.float() if getattr(a, "dtype", None) == self.dtype else a for a in args]
+        named = {k: a.float() if k == "weight" else a for k, a in kwargs.items()}
+        return func(*widened, **named).to(self.dtype)
 
     def _multiply(self, func, inputs, is_autocast):
         floats = _float_dtypes(inputs)
