@@ -1,75 +1,445 @@
-"""Measure on your GPU, in 10 minutes: one JSON, one table. `make bench-gpu` runs it.
+"""Test and measure on your GPU, in 9 minutes: one JSON, tables to post. `make bench-gpu` runs it.
 
-    python bench/gpu.py                     # writes bench/results/gpu-<its name>.json
+    python bench/gpu.py                         # writes bench/results/gpu-<its name>.json
+    python bench/gpu.py --stages gpt vit        # some stages; the others stay as they were measured
     python bench/gpu.py --device cpu --smallest --out try.json    # a trial of this file itself
 
-It runs `master_step.py` and `train_step.py`, each part in a process of its own, the most telling
-ones first; what time does not allow is named in the JSON as broken off. Post what is printed: the
-issue template "A result of a GPU" says how.
+It needs PyTorch, torchvision and pytest, and works offline; what needs fastai is left out by name
+where fastai is not installed. Each stage is a process of its own with a time limit, the most
+telling ones come first, and each writes what it has found as it goes: a stage that is broken off
+keeps its rows, and a second run repeats only the stages that have not ended.
+
+Ways take turns; times are CUDA events, medians of the turns. `peak` is PyTorch's
+`max_memory_allocated` from before the model is made to the end of the third step, less what was
+allocated before. `launches` are kernels in one step, by the profiler; `waits` are the calls in
+which the host waits for the device. Factors of float32 are rounded to TF32. Batches are random.
 """
 
 import argparse
 import json
+import os
 import platform
 import re
+import signal
 import subprocess
 import sys
-import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import date
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, mean, median, stdev
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from models import GPT, ViT, images, loss_of, words
+from torch import nn
+
+from mixedfp.optimizer import with_masters
 
 HERE = Path(__file__).resolve().parent
-MASTER, TRAIN = "master_step.py", "train_step.py"
-WAYS = "fp32 autocast-bf16 fastai-bf16 fastai-fp16 bf16 bf16-flat learn-bf16-flat fp16-flat"
-MODELS = "xresnet50 vit-b darknet xresnet18 awd-lstm tabular"
-# parts by name: the script, what it is asked for; the most telling ones first
-PARTS = {
-    "master step": (MASTER, "--repeats 8"),
-    **{
-        f"whole steps, {m}": (TRAIN, f"--size large --fused --no-memory --models {m} --ways {WAYS}")
-        for m in MODELS.split()
-    },
+SECONDS = {"tests": 120, "small": 45, "gpt": 110, "vit": 90, "resnet": 90, "curves": 60}
+B16 = torch.bfloat16
+
+
+# what is trained
+
+
+def resnet(depth: int) -> nn.Module:
+    """Build torchvision's ResNet."""
+    from torchvision import models
+
+    return getattr(models, f"resnet{depth}")()
+
+
+def tiny_conv_net() -> nn.Module:
+    """Build a network for a trial."""
+    conv, norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+    return nn.Sequential(
+        conv, norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+    )
+
+
+def channels_last(batch: tuple) -> tuple:
+    """Lay the images of a batch out as the model's weights."""
+    (x,), y = batch
+    return (x.to(memory_format=torch.channels_last),), y
+
+
+MODELS: dict[str, tuple[Callable, Callable]] = {
+    "gpt": (GPT, partial(words, 16, 1024, 50304)),
+    "vit": (partial(ViT, 12, 768, 12, 224, 16, 1000), partial(images, 128, 224, 1000)),
+    "resnet": (partial(resnet, 50), lambda: channels_last(images(256, 224, 1000))),
+    "small": (partial(resnet, 18), lambda: channels_last(images(8, 224, 1000))),
 }
-SMALLEST = {
-    "master step": (MASTER, "--repeats 1"),
-    "whole steps, tabular": (
-        TRAIN,
-        "--size small --no-memory --models tabular --ways fp32 bf16 --repeats 1",
-    ),
+SMALLEST: dict[str, tuple[Callable, Callable]] = {
+    "gpt": (partial(GPT, 64, 32, 2, 2, 16), partial(words, 2, 16, 64)),
+    "vit": (partial(ViT, 1, 32, 2, 16, 8), partial(images, 2, 16)),
+    "resnet": (tiny_conv_net, lambda: channels_last(images(2, 8))),
+    "small": (tiny_conv_net, lambda: channels_last(images(2, 8))),
 }
 
 
-def run_part(script: str, options: str, device: str, seconds: float) -> tuple[dict, str]:
-    """Run a benchmark for at most so many seconds; return what it wrote, and what went wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "part.json"
-        asked = [*options.split(), "--device", device]
-        command = [sys.executable, "-W", "ignore", str(HERE / script), *asked, "--out", str(out)]
-        try:
-            code = subprocess.run(command, timeout=seconds, stdout=subprocess.DEVNULL).returncode
-            wrong = f"it ended with code {code}" if code else ""
-        except subprocess.TimeoutExpired:
-            wrong = "time was up"
-        return json.loads(out.read_text()) if out.exists() else {}, wrong
+# how it is trained
+
+FLAT = dict(flat_master=True)
+HALF = FLAT | dict(half_grads=True)
+SMALLEST_MASTERS = HALF | dict(
+    store_param_remainders=True, state_dtype={"exp_avg": B16, "exp_avg_sq": B16}
+)
+WAYS: dict[str, dict] = {
+    "float32": {},
+    "autocast": dict(autocast=True),
+    "ours": dict(masters={}),
+    "ours flat": dict(masters=FLAT),
+    "ours half gradients": dict(masters=HALF),
+    "ours smallest": dict(masters=SMALLEST_MASTERS),
+    "autocast compiled": dict(autocast=True, compiled=True),
+    "ours flat compiled": dict(masters=FLAT, compiled=True),
+}
+LEARNERS: dict[str, dict | None] = {
+    "learner float32": None,
+    "learner autocast": dict(autocast=True),
+    "learner flat": dict(masters=FLAT),
+}
 
 
-def measure(parts: dict, device: str, minutes: float) -> dict:
-    """Run the parts one after the other; none takes more than half of the time that is left."""
-    end = time.monotonic() + 60 * minutes
-    found = {"master_step": [], "train_step": [], "broken_off": {}}
-    for name, (script, options) in parts.items():
-        seconds = (end - time.monotonic()) / 2
-        print(f"{name}: at most {seconds:.0f} s", file=sys.stderr, flush=True)
-        part, wrong = run_part(script, options, device, seconds)
-        found["master_step"] += part.get("rows", [])
-        found["train_step"] += part.get("results", [])
+class Loop:
+    """A plain PyTorch loop with a fused AdamW, in one of the ways."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str,
+        autocast: bool = False,
+        masters: dict | None = None,  # settings of `with_masters`, in bfloat16
+        compiled: bool = False,
+    ):
+        self.opt = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+        if masters is not None:
+            model, self.opt = with_masters(model, self.opt, dtype="bf16", **masters)
+        self.model = torch.compile(model) if compiled else model
+        self.context = partial(torch.autocast, device, B16) if autocast else nullcontext
+
+    def forward(self, xs: tuple, y: Any) -> torch.Tensor:
+        """Compute the loss."""
+        with self.context():
+            return loss_of(self.model(*xs), y)
+
+    def update(self) -> None:
+        """Step, and forget the gradients."""
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def step(self, xs: tuple, y: Any) -> torch.Tensor:
+        """Do all that is done with a batch."""
+        loss = self.forward(xs, y)
+        loss.backward()
+        self.update()
+        return loss.detach()
+
+
+class InALearner:
+    """A fastai `Learner` with a fused AdamW, given batches one by one with all its events."""
+
+    def __init__(
+        self, model: nn.Module, device: str, autocast: bool = False, masters: dict | None = None
+    ):
+        from fastai.callback.fp16 import AMPMode, MixedPrecision
+        from fastai.callback.progress import ProgressCallback
+        from fastai.learner import Learner, Recorder
+        from fastai.optimizer import OptimWrapper
+
+        import mixedfp.callback  # noqa: F401  gives `Learner` its methods
+
+        data: Any = SimpleNamespace(device=torch.device(device))
+        opt_func = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
+        self.learn = learn = Learner(data, model, loss_of, opt_func=opt_func, lr=1e-4)
+        learn.remove_cbs([Recorder, ProgressCallback])  # they look at data loaders
+        if autocast:
+            learn.add_cb(MixedPrecision(amp_mode=AMPMode.BF16))
+        if masters is not None:
+            learn.to_bf16(**masters)
+        learn.create_opt()
+        learn.opt.set_hypers(lr=1e-4)
+        learn.epoch, learn.n_epoch, learn.n_iter = 0, 1, 1
+        for event in ("before_fit", "before_epoch", "before_train"):
+            learn(event)
+
+    def step(self, xs: tuple, y: Any) -> None:
+        """Do all that is done with a batch."""
+        self.learn.one_batch(0, (*xs, y))
+
+
+# what is measured
+
+
+class Device:
+    """Times, memory and kernels of the device; on a CPU, seconds and nothing else."""
+
+    def __init__(self, name: str):
+        self.name, self.is_cuda = name, name == "cuda"
+
+    def wait(self) -> None:
+        """Wait until the device has done all that it was given."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def allocated(self) -> int:
+        """Return the bytes allocated now, and start a new peak."""
+        if not self.is_cuda:
+            return 0
+        self.wait()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        """Return the peak since `allocated`."""
+        return torch.cuda.max_memory_allocated() if self.is_cuda else 0
+
+    def ms(self, f: Callable, n: int = 1) -> float:
+        """Time `n` calls: milliseconds a call."""
+        if not self.is_cuda:
+            begin = time.perf_counter()
+            for _ in range(n):
+                f()
+            return 1e3 * (time.perf_counter() - begin) / n
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(n):
+            f()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / n
+
+    def profile(self, f: Callable) -> dict:
+        """Return kernels, waits and the time of the largest kernels in one call."""
+        with torch.profiler.profile() as prof:
+            f()
+            self.wait()
+        events = prof.events()
+        kernels = [e for e in events if e.device_type.name == "CUDA" and not _is_copy(e.name)]
+        kernels = [e for e in kernels if not getattr(e, "is_user_annotation", False)]
+        found, times = Counter(), Counter()
+        for e in kernels:
+            found[e.name] += 1
+            times[e.name] += e.time_range.elapsed_us()
+        calls = Counter(e.name for e in events if e.device_type.name == "CPU")
+        waits = {k: n for k, n in calls.items() if k.startswith("cuda") and "Synchronize" in k}
+        waits["cudaDeviceSynchronize"] = waits.get("cudaDeviceSynchronize", 0) - 1  # our own
+        return {
+            "launches": sum(found.values()),
+            "device_ms": sum(times.values()) / 1e3,
+            "waits": {k: n for k, n in waits.items() if n > 0},
+            "reads": calls["aten::_local_scalar_dense"],
+            "kernels": [[k[:120], found[k], round(us / 1e3, 3)] for k, us in times.most_common(16)],
+        }
+
+
+def _is_copy(name):
+    return name.startswith(("Memcpy", "Memset"))
+
+
+def measure(stage: str, args: argparse.Namespace, out: Path) -> None:
+    """Measure the ways of one model, and write a row each as it is known."""
+    device = Device(args.device)
+    build, make_batch = (SMALLEST if args.smallest else MODELS)[stage]
+    ways: dict[str, Any] = dict(WAYS)
+    if stage == "small":
+        ways |= LEARNERS if find_spec("fastai") is not None else {}
+        ways.pop("autocast compiled"), ways.pop("ours flat compiled")
+    torch.manual_seed(0)
+    xs, y = make_batch()
+    batch = tuple(x.to(args.device) for x in xs), y.to(args.device)
+    runs, rows = {}, {}
+    for is_compiled in (False, True):
+        new = [way for way in ways if ("compiled" in way) == is_compiled]
+        for way in new:
+            rows[way] = {"model": stage, "way": way}
+            try:
+                step = start(way, ways[way], build, stage, device, batch, rows[way])
+                runs[way] = partial(step, *batch)
+            except Exception as e:  # one way that fails must not hide the others
+                rows[way]["error"] = f"{type(e).__name__}: {e}"[:600]
+            save(out, list(rows.values()))
+        take_turns(runs, rows, device, 1 if args.smallest else 5)
+        save(out, list(rows.values()))
+        for way in runs.keys() & set(new):
+            rows[way] |= device.profile(runs[way])
+        save(out, list(rows.values()))
+
+
+def start(way, how, build, stage, device, batch, row) -> Callable:
+    """Build a way and do its first three steps; note in `row` what they took."""
+    before = device.allocated()
+    torch.manual_seed(0)
+    model = build().to(device.name).train()
+    if stage in ("resnet", "small"):
+        model = model.to(memory_format=torch.channels_last)
+    is_learner = way.startswith("learner")
+    run = (InALearner if is_learner else Loop)(model, device.name, **(how or {}))
+    begin = time.perf_counter()
+    for _ in range(3):
+        loss = run.step(*batch)
+    device.wait()
+    row["first_s"] = time.perf_counter() - begin
+    row["peak_mib"] = (device.peak() - before) / 2**20
+    row["held_mib"] = (device.allocated() - before) / 2**20
+    row["loss"] = None if loss is None else loss.item()
+    row["turns_ms"] = []
+    return run.step
+
+
+def take_turns(runs: dict, rows: dict, device: Device, n_turns: int) -> None:
+    """Time each way in turn, for a quarter of a second each, and note the medians."""
+    for _ in range(n_turns):
+        for way, run in runs.items():
+            times = rows[way]["turns_ms"]
+            once = median(times) if times else device.ms(run)
+            times.append(device.ms(run, 1 if n_turns == 1 else max(1, round(250 / once))))
+            rows[way]["ms"] = median(times)
+
+
+def warm(args: argparse.Namespace, ours: bool) -> None:
+    """Compile what the stages compile, so that the kernels are found in the compiler's cache."""
+    way = "ours flat compiled" if ours else "autocast compiled"
+    models = SMALLEST if args.smallest else MODELS
+    for stage in ("gpt", "vit", "resnet"):
+        build, make_batch = models[stage]
+        xs, y = make_batch()
+        batch = tuple(x.to(args.device) for x in xs), y.to(args.device)
+        start(way, WAYS[way], build, stage, Device(args.device), batch, {})
+
+
+def curves(args: argparse.Namespace, out: Path) -> None:
+    """Train a small language model on generated text, in three seeds of float32 and of ours."""
+    n_steps, n_words = (3, 16) if args.smallest else (200, 256)
+    follows = torch.randint(n_words, (n_words, 4), generator=torch.Generator().manual_seed(0))
+    found: list[dict] = []
+    for way in ("float32", "autocast", "ours flat", "ours half gradients", "ours smallest"):
+        for seed in range(3):
+            losses = train_on_text(way, seed, follows, n_steps, args)
+            found.append(dict(way=way, seed=seed, losses=losses, last=mean(losses[-20:])))
+            save(out, found)
+
+
+def train_on_text(way, seed, follows, n_steps, args) -> list[float]:
+    """Train a model of this seed; return the losses."""
+    torch.manual_seed(seed)
+    n_words, n = len(follows), 16 if args.smallest else 128
+    model = GPT(n_words, 32, 1, 2, n) if args.smallest else GPT(n_words, 256, 4, 4, n)
+    run = Loop(model.to(args.device), args.device, **WAYS[way])
+    for group in run.opt.param_groups:
+        group["lr"] = 1e-3
+    text, losses = torch.Generator().manual_seed(100 + seed), []
+    for _ in range(n_steps):
+        x = generate(follows, 4 if args.smallest else 32, n, text).to(args.device)
+        losses.append(run.step((x[:, :-1],), x[:, 1:]))
+    return [round(loss, 4) for loss in torch.stack(losses).tolist()]
+
+
+def generate(follows, n, length, rng) -> torch.Tensor:
+    """Draw texts in which each word is followed by one of four words."""
+    choices = torch.randint(4, (n, length), generator=rng)
+    text = [torch.randint(len(follows), (n,), generator=rng)]
+    for i in range(length):
+        text.append(follows[text[-1], choices[:, i]])
+    return torch.stack(text, 1)
+
+
+def test(args: argparse.Namespace, out: Path) -> None:
+    """Run the tests on the device; count them, and name what failed and why."""
+    report = out.with_suffix(".xml")
+    files = ["tests/test_gpu.py", "tests/test_devices.py", "tests/test_laws.py"]
+    if args.smallest:
+        files = ["tests/test_gpu.py", "-k", "skipped_step"]
+    workers = "2" if args.device == "cpu" else str(min(12, os.cpu_count() or 1))
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "--dist", "worksteal", "-rs"]
+    env = os.environ | {"MIXEDFP_TEST_DEVICE": args.device}
+    subprocess.run([*command, f"--junitxml={report}", *files], cwd=HERE.parent, env=env)
+    save(out, read_junit(report))
+
+
+def read_junit(report: Path) -> dict:
+    """Return the counts, the failures with their last line, and the reasons of skips."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    bad = [(c, e) for c in cases for e in (*c.findall("failure"), *c.findall("error"))]
+    skipped = [e.get("message", "") for c in cases for e in c.findall("skipped")]
+    return {
+        "passed": len(cases) - len(bad) - len(skipped),
+        "failed": {c.get("name"): (e.get("message") or "")[:400] for c, e in bad},
+        "skipped": dict(Counter(skipped)),
+    }
+
+
+# stages
+
+
+def save(out: Path, found: Any) -> None:
+    """Write what a stage has found so far, in one piece."""
+    new = out.with_suffix(".new")
+    new.write_text(json.dumps(found))
+    new.replace(out)
+
+
+def run_stage(stage: str, args: argparse.Namespace, out: Path, seconds: float) -> str:
+    """Run a stage in a process group of its own for so many seconds; return what went wrong."""
+    command = [sys.executable, "-W", "ignore", __file__, "--run", stage, "--out", str(out)]
+    command += ["--device", args.device] + ["--smallest"] * args.smallest
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(seconds)
+        return f"it ended with code {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        return f"time was up after {seconds:.0f} s"
+    finally:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and all that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def run_stages(args: argparse.Namespace, found: dict, out: Path) -> None:
+    """Run the stages that have not ended yet; write the file after each."""
+    parts = out.with_suffix("")
+    parts.mkdir(parents=True, exist_ok=True)
+    stages = [s for s in SECONDS if s in args.stages and s not in found["ended"]]
+    warming = []
+    if args.device == "cuda" and "tests" in stages and len(stages) > 1:
+        warming = [warm_up(args, k) for k in ("warm-autocast", "warm-ours")]  # beside the tests
+    for stage in stages:
+        begin, part = time.monotonic(), parts / f"{stage}.json"
+        print(f"{stage}: at most {SECONDS[stage]} s", file=sys.stderr, flush=True)
+        wrong = run_stage(stage, args, part, SECONDS[stage])
+        while warming:
+            end_group(warming.pop())
+        if part.exists():
+            found["stages"][stage] = json.loads(part.read_text())
+        found["seconds"][stage] = round(time.monotonic() - begin, 1)
+        found["broken_off"].pop(stage, None)
         if wrong:
-            found["broken_off"][name] = wrong
-    return found
+            found["broken_off"][stage] = wrong
+        else:
+            found["ended"].append(stage)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def warm_up(args: argparse.Namespace, what: str) -> subprocess.Popen:
+    """Compile in the background."""
+    command = [sys.executable, "-W", "ignore", __file__, "--run", what, "--device", args.device]
+    return subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
 
 
 def about(device: str) -> dict:
@@ -78,6 +448,7 @@ def about(device: str) -> dict:
     if device == "cuda":
         found |= {"device": torch.cuda.get_device_name(), "driver": driver()}
     found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+    found["fastai"] = "installed" if find_spec("fastai") else "not installed: learners left out"
     return found | {"python": platform.python_version()}
 
 
@@ -90,40 +461,74 @@ def driver() -> str | None:
         return None
 
 
+# what is shown
+
+
 def show(found: dict) -> None:
-    """Print the tables in markdown: means over what was measured."""
+    """Print the tables in markdown."""
     print(", ".join(f"{k} {v}" for k, v in found["about"].items()))
-    rows = found["master_step"]
-    shapes = list(dict.fromkeys((r["size"], r["optimizer"]) for r in rows))
-    print("\nThe master step, ms:\n")
-    _table(["way", *map(", ".join, shapes)], [
-        [way, *(_ms(rows, way, shape) for shape in shapes)]
-        for way in dict.fromkeys(r["way"] for r in rows)
-    ])  # fmt: skip
-    lines = [r for r in found["train_step"] if r.get("to_fp32")]
-    models = list(dict.fromkeys(r["model"] for r in lines))
-    print("\nWhole steps, speed by that of float32:\n")
-    _table(["way", *models, "geometric mean"], [
-        [way, *_speeds(lines, way, models)] for way in dict.fromkeys(r["way"] for r in lines)
-    ])  # fmt: skip
+    stages = found["stages"]
+    if "tests" in stages:
+        tests = stages["tests"]
+        print(f"\ntests: {tests['passed']} passed, {len(tests['failed'])} failed")
+        for name, why in list(tests["failed"].items())[:40]:
+            print(f"- {name}: {(why.splitlines() or [''])[0][:160]}")
+        for why, n in tests["skipped"].items():
+            print(f"- {n} skipped: {why}")
+    for stage in ("gpt", "small", "vit", "resnet"):
+        if stage in stages:
+            show_rows(stages[stage])
+    if "curves" in stages:
+        print("\n| way | last loss, mean of three seeds | spread of the seeds |\n|---|---|---|")
+        for way in dict.fromkeys(r["way"] for r in stages["curves"]):
+            last = [r["last"] for r in stages["curves"] if r["way"] == way]
+            spread = f"{stdev(last):.4f}" if len(last) > 1 else ""
+            print(f"| {way} | {mean(last):.4f} | {spread} |")
     for name, reason in found["broken_off"].items():
         print(f"\nbroken off: {name}: {reason}")
+    show_means(stages)
 
 
-def _table(head, rows):
-    for cells in (head, ["---"] * len(head), *rows):
-        print(f"| {' | '.join(cells)} |")
+COLUMNS = "ms, × autocast's speed, peak MiB, × autocast's, launches, kernels' ms, waits, reads"
 
 
-def _ms(rows, way, shape):
-    found = [r["ms"] for r in rows if (r["way"], (r["size"], r["optimizer"])) == (way, shape)]
-    return f"{found[0]:.2f}" if found else ""
+def show_rows(rows: list[dict]) -> None:
+    """Print a model's table."""
+    base: dict = next((r for r in rows if r["way"] == "autocast"), {})
+    print(f"\n| {rows[0]['model']} | {' | '.join(COLUMNS.split(', '))} |\n|{'---|' * 9}")
+    for r in rows:
+        if "ms" not in r:
+            print(f"| {r['way']} | {r.get('error', 'not measured')[:200]} |")
+            continue
+        speed = base.get("ms", 0) / r["ms"]
+        memory = r["peak_mib"] / (base.get("peak_mib") or 1)
+        cells = f"{r['ms']:.2f}", f"{speed:.2f}", f"{r['peak_mib']:.0f}", f"{memory:.2f}"
+        kernels = f"{r['device_ms']:.1f}" if "device_ms" in r else ""
+        counts = (
+            r.get("launches", ""),
+            kernels,
+            sum(r.get("waits", {}).values()),
+            r.get("reads", ""),
+        )
+        print(f"| {r['way']} | {' | '.join(map(str, (*cells, *counts)))} |")
 
 
-def _speeds(lines, way, models):
-    by_model = {r["model"]: r["to_fp32"] for r in lines if r["way"] == way}
-    speeds = [f"{by_model[m]:.2f}" if m in by_model else "" for m in models]
-    return [*speeds, f"{geometric_mean(by_model.values()):.2f}"]
+def show_means(stages: dict) -> None:
+    """Print the means over the three large models, ours by autocast of the same kind."""
+    for way, base in (
+        ("ours", "autocast"), ("ours flat", "autocast"), ("ours smallest", "autocast"),
+        ("ours flat compiled", "autocast compiled"),
+    ):  # fmt: skip
+        speeds, peaks = [], []
+        for stage in ("gpt", "vit", "resnet"):
+            rows = {r["way"]: r for r in stages.get(stage, []) if "ms" in r}
+            if way in rows and base in rows:
+                speeds.append(rows[base]["ms"] / rows[way]["ms"])
+                peaks.append(rows[way]["peak_mib"] / (rows[base]["peak_mib"] or 1))
+        if speeds:
+            of = f"{len(speeds)} models by {base}"
+            memory = f", memory × {mean(peaks):.2f}" if any(peaks) else ""
+            print(f"\n{way}, mean of {of}: speed × {geometric_mean(speeds):.2f}{memory}")
 
 
 def main() -> None:
@@ -132,21 +537,35 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--smallest", action="store_true", help="two small parts: a trial")
-    parser.add_argument("--minutes", type=float, default=10, help="the most that it may take")
+    parser.add_argument("--smallest", action="store_true", help="tiny models: a trial")
+    parser.add_argument("--stages", nargs="+", choices=SECONDS, default=list(SECONDS))
+    parser.add_argument("--again", action="store_true", help="repeat stages that have ended")
     parser.add_argument("--out", type=Path, help="default: bench/results/gpu-<name>.json")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("nothing was measured: PyTorch finds no CUDA device here")
+        sys.exit("nothing was run: PyTorch finds no CUDA device here")
+    if args.run:
+        torch.set_float32_matmul_precision("high")
+        todo: dict[str, Callable] = {"tests": test, "curves": curves}
+        if args.run.startswith("warm"):
+            return warm(args, args.run == "warm-ours")
+        return todo.get(args.run, partial(measure, args.run))(args, args.out)
     if args.device == "cpu" and args.out is None:
         parser.error("--device cpu is a trial: say with --out where its file goes")
     info = about(args.device)
-    found = measure(SMALLEST if args.smallest else PARTS, args.device, args.minutes)
     name = re.sub(r"[^a-z0-9]+", "-", info["device"].lower()).strip("-")
     out = args.out or HERE / "results" / f"gpu-{name}.json"
-    out.write_text(json.dumps({"about": info, **found}, indent=1) + "\n")
-    show({"about": info, **found})
-    print(f"\nwritten: {out}")
+    found = dict(about=info, stages={}, seconds={}, broken_off={}, ended=[])
+    if out.exists() and json.loads(out.read_text())["about"] == info:
+        found = json.loads(out.read_text())
+    if args.again:
+        found["ended"] = [s for s in found["ended"] if s not in args.stages]
+    run_stages(args, found, out)
+    show(found)
+    print(f"\nwritten: {out.name}")
+    if found["broken_off"] or found["stages"].get("tests", {}).get("failed"):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

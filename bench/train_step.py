@@ -47,9 +47,9 @@ from fastai.tabular.model import TabularModel
 from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
 from fastai.text.models.core import get_language_model
 from fastai.vision.models.xresnet import xresnet18, xresnet50
+from models import LM, ViT, images, loss_of, words
 from peak_memory import PeakMemory
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import mixedfp.callback  # noqa: F401  gives `Learner` its methods
@@ -59,52 +59,6 @@ from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 
 # what is trained
-
-
-class Block(nn.Module):
-    """Attention and two linear layers, each with a norm before it and a skip around it."""
-
-    is_causal = False
-
-    def __init__(self, d: int, n_heads: int):
-        super().__init__()
-        self.n_heads = n_heads
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the block."""
-        x = x + self.attend(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-    def attend(self, x: Tensor) -> Tensor:
-        """Let each patch look at all others."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class CausalBlock(Block):
-    """A block in which a word attends to those before it."""
-
-    is_causal = True
-
-
-class ViT(nn.Module):
-    """A vision transformer that averages its patches."""
-
-    def __init__(self, n_layers: int, d: int, n_heads: int, size: int, patch: int):
-        super().__init__()
-        self.patches = nn.Conv2d(3, d, patch, stride=patch)
-        self.place = nn.Parameter(torch.zeros((size // patch) ** 2, d))
-        self.blocks = nn.Sequential(*(Block(d, n_heads) for _ in range(n_layers)))
-        self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, 10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the logits."""
-        x = self.patches(x).flatten(2).transpose(1, 2) + self.place
-        return self.head(self.blocks(x).mean(1))
 
 
 class AwdLstm(nn.Module):
@@ -120,20 +74,6 @@ class AwdLstm(nn.Module):
         return self.lm(x)[0]
 
 
-class LM(nn.Module):
-    """A language model of 30 million parameters: blocks that look at earlier words."""
-
-    def __init__(self, n_words: int = 8000, d: int = 512, n_layers: int = 7):
-        super().__init__()
-        self.words = nn.Embedding(n_words, d)
-        self.blocks = nn.Sequential(*(CausalBlock(d, 8) for _ in range(n_layers)))
-        self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, n_words, bias=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the logits of each next word."""
-        return self.head(self.blocks(self.words(x)))
-
-
 class Tabular(TabularModel):
     """Twenty categories and twenty numbers a row."""
 
@@ -141,20 +81,9 @@ class Tabular(TabularModel):
         super().__init__([(50, 16)] * 20, 20, 10, layers)
 
 
-def images(bs: int, size: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Make a batch of images of ten classes."""
-    return (torch.randn(bs, 3, size, size),), torch.randint(10, (bs,))
-
-
 def rows(bs: int) -> tuple[tuple[Tensor, ...], Tensor]:
     """Make a batch for `Tabular`."""
     return (torch.randint(50, (bs, 20)), torch.randn(bs, 20)), torch.randint(10, (bs,))
-
-
-def words(bs: int, n: int, n_words: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Make a batch of texts, and the words that come next."""
-    text = torch.randint(n_words, (bs, n + 1))
-    return (text[:, :-1].contiguous(),), text[:, 1:].contiguous()
 
 
 @dataclass
@@ -195,11 +124,6 @@ TASKS = {
         "awd-lstm": Task(partial(AwdLstm, 60000), partial(words, 64, 72, 60000)),
     },
 }
-
-
-def loss_of(pred: Tensor, y: Tensor) -> Tensor:
-    """Compute the loss, in 32 bits in every way."""
-    return F.cross_entropy(pred.float().flatten(0, -2), y.flatten())
 
 
 # how it is trained

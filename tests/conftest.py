@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # before anything imports matplotlib
@@ -15,6 +16,26 @@ from hypothesis import settings
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 torch.set_num_threads(min(2, torch.get_num_threads()))
+
+if os.environ.get("MIXEDFP_TEST_DEVICE") == "cuda" and "simulated_cuda.device" not in sys.modules:
+    # a GPU adds up in another order each time, and rounds factors to TF32, unless it is told not to
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.allow_tf32 = False
+
+
+class SkipsWithout(MetaPathFinder):
+    """Skips, by name, the tests that import a package of `OPTIONAL` that is not installed."""
+
+    OPTIONAL = ("fastai", "skorch")
+
+    def find_spec(self, fullname, path=None, target=None):
+        """Skip the test, or the file, that imports such a package; nothing else finds it."""
+        if fullname in self.OPTIONAL:
+            pytest.skip(f"{fullname} is not installed", allow_module_level=True)
+
+
+sys.meta_path.append(SkipsWithout())  # asked last: only for what nobody finds
 
 # The same examples on each run; no deadline, since a busy machine is no bug.
 settings.register_profile("mixedfp", deadline=None, derandomize=True)

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from fastai.basics import params
-from nets import NETS
+from nets import DEVICE, NETS
 from tiny import ELEMENTWISE, OPTIMIZERS, make_dls, make_learner, opt_state, plain, weights
 from torch import nn, optim
 from torch.nn.functional import cross_entropy, embedding
@@ -136,6 +136,10 @@ FUSED = {
 }
 
 
+# PyTorch's own errors: a fused Adagrad is for CPUs; Adafactor needs torch 2.12
+NOT_ON_CUDA = {"Adagrad_fused", *(["Adafactor"] if torch.__version__ < "2.12" else [])}
+
+
 class NormedSGD(optim.SGD):
     """Divide each gradient by its norm: it looks at whole tensors, and nobody has heard of it."""
 
@@ -173,6 +177,8 @@ def loop_allows(row):
     cells, optimizer = row.cells, row.optimizer
     workflow = cells.get("workflow", "iterating")
     if optimizer == "LBFGS" and workflow != "calling_a_closure":
+        return False
+    if DEVICE == "cuda" and optimizer in NOT_ON_CUDA:
         return False
     # PyTorch's fused SGD fails where a layer gets its first gradient after the others
     if optimizer == "SGD_fused" and (
@@ -280,7 +286,7 @@ class Loop:
     def scale_by(self, scale, **settings):
         """Scale losses from here on."""
         make = torch.amp.GradScaler if self.is_plain else LossScaler
-        self.scaler = make("cpu", init_scale=scale, growth_interval=3, **settings)
+        self.scaler = make(DEVICE, init_scale=scale, growth_interval=3, **settings)
 
     def unscale(self):
         """Unscale the gradients."""
@@ -402,7 +408,7 @@ class ByHand(Loop):
         self.rounds_up, self.state_dtype = store_param_remainders, dict(state_dtype)
         self.half, self.dtype, self.scale, self.used = self.net.build(), dtype, 1.0, 1.0
         self.half.load_state_dict(self.model.state_dict())
-        if isinstance(self.half.stem, nn.Embedding):  # whose gradients a GPU adds up in float32
+        if DEVICE == "cpu" and isinstance(self.half.stem, nn.Embedding):  # a GPU adds up in float32
             self.half.stem.forward = self.embed
         torch.manual_seed(2)
         self.pairs = list(zip(self.half.parameters(), self.model.parameters(), strict=True))
@@ -428,7 +434,7 @@ class ByHand(Loop):
 
     def forward(self, x):
         """Predict in 16 bits."""
-        with torch.autocast("cpu", self.dtype):
+        with torch.autocast(DEVICE, self.dtype):
             return self.half(x.to(self.dtype) if x.is_floating_point() else x).float()
 
     def backward(self, i, factor=1.0, stop=None):

@@ -3,6 +3,7 @@
 A `Net` is a nested named tuple: its `repr` can be pasted, and everything in it can be dropped.
 """
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
+DEVICE = os.environ.get("MIXEDFP_TEST_DEVICE", "cpu")  # of models and data
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
 
 # Layers: from (n, 4), (n, 4, 3, 3) or (n, 3, 4), by what goes in, to the same
@@ -78,7 +80,7 @@ class Attention(nn.Module):
         seq = x if x.ndim == 3 else x.unsqueeze(1)
         if self.module is not None:
             n = seq.shape[1]
-            mask = torch.full((n, n), float("-inf"), dtype=seq.dtype).triu(1)
+            mask = seq.new_full((n, n), float("-inf")).triu(1)
             seq = self.module(seq, seq, seq, attn_mask=mask, need_weights=False)[0]
         else:
             q, k, v = self.qkv(seq).unsqueeze(1).chunk(3, -1)
@@ -116,7 +118,7 @@ class Positions(nn.Module):
         self.mix = mix
 
     def forward(self, x):
-        return self.mix(x + torch.linspace(-0.5, 0.5, x.shape[-1]))
+        return self.mix(x + torch.linspace(-0.5, 0.5, x.shape[-1], device=x.device))
 
 
 class Empty(nn.Module):
@@ -339,16 +341,16 @@ class Net(NamedTuple):
 
     def build(self):
         """Make the model."""
-        return Built(self)
+        return Built(self).to(DEVICE)
 
     def batch(self, seed, n=4):
         """Return `n` inputs and their classes."""
         rng = torch.Generator().manual_seed(seed)
-        y = torch.randint(2, (n,), generator=rng)
+        y = torch.randint(2, (n,), generator=rng).to(DEVICE)
         if self.inputs in ("words", "padded"):
-            return torch.randint(7, (n, 3), generator=rng), y
+            return torch.randint(7, (n, 3), generator=rng).to(DEVICE), y
         dims = (5,) if self.inputs == "vectors" else (3, 4, 4)
-        return torch.randn(n, *dims, generator=rng), y
+        return torch.randn(n, *dims, generator=rng).to(DEVICE), y
 
     @property
     def can_be_pickled(self):

@@ -31,7 +31,7 @@ from laws import (
     train_fit,
     train_loop,
 )
-from nets import NETS
+from nets import DEVICE, NETS
 from tiny import OPTIMIZERS, Do, plain, weights
 from workflows import BY_HAND, FITS, LOOPS
 
@@ -479,7 +479,7 @@ def test_a_skipped_step_changes_nothing(row):
         if row.scaler == "LossScaler":
             run.scale_by(2.0**4, dynamic=False)
         elif row.scaler == "GradScaler":
-            run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+            run.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**4)
         for i in range(4):
             torch.manual_seed(i)
             if i == at:
@@ -529,7 +529,7 @@ def test_between_backward_and_step_gradients_are_unscaled_float32(row):
     if row.scaler == "LossScaler":
         run.scale_by(2.0**4)
     elif row.scaler == "GradScaler":
-        run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        run.scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**4)
     for one in (run, plainly):
         torch.manual_seed(3)
         for i in range(3):

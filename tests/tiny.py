@@ -9,9 +9,9 @@ import torch
 from fastai.basics import Callback, DataLoaders, Learner, params
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import SGD, Adam, Lamb, Larc, OptimWrapper, QHAdam, RAdam, RMSProp, ranger
+from nets import DEVICE
 from torch import nn
 
-DEVICE = os.environ.get("MIXEDFP_TEST_DEVICE", "cpu")  # of learners; `make test-cuda` sets it
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
 
 # Optimizers

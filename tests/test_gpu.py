@@ -1,0 +1,323 @@
+"""What a real GPU adds: every way to keep masters, cuDNN, layouts, compiling, graphs, streams.
+
+`make test-gpu` runs this on a GPU. On a CPU and on the simulated GPU the same tests run, but for
+those that need a real one; there each is a dry run. On CUDA sums are repeated to the bit only
+under `torch.use_deterministic_algorithms`, which `conftest` sets.
+"""
+
+import io
+import sys
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from nets import DEVICE
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from mixedfp.optimizer import with_masters
+from mixedfp.scaler import LossScaler
+from mixedfp.testing import assert_same
+
+IS_SIMULATED = "simulated_cuda.device" in sys.modules
+on_a_real_gpu = pytest.mark.skipif(
+    DEVICE != "cuda" or IS_SIMULATED, reason="needs a real GPU, MIXEDFP_TEST_DEVICE=cuda"
+)
+BF16, FP16 = torch.bfloat16, torch.float16
+FLAT = dict(flat_master=True)
+STORED = {
+    "a_master_each": {},
+    "flat": FLAT,
+    "half_grads": FLAT | dict(half_grads=True),
+    "remainders": FLAT | dict(store_param_remainders=True),
+    "remainders_half_grads": FLAT | dict(store_param_remainders=True, half_grads=True),
+}
+SMALLEST = STORED["remainders_half_grads"] | dict(state_dtype={"exp_avg": BF16, "exp_avg_sq": BF16})
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "adamw_one_by_one": partial(torch.optim.AdamW, lr=0.01, foreach=False),
+    "sgd_fused": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "adamw_fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "adamw_capturable": partial(torch.optim.AdamW, lr=0.01, capturable=True),
+}
+
+
+def mlp():
+    layers = [nn.Linear(12, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.BatchNorm1d(64)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(64, 3))
+
+
+def conv_net():
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    layers += [nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+
+
+class Recurrent(nn.Module):
+    """Two layers of a recurrent network in both directions, and a head."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.cells = kind(16, 16, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.head(self.cells(self.words(x))[0][:, -1])
+
+
+def rows(i):
+    rng = torch.Generator().manual_seed(i)
+    return torch.randn(8, 12, generator=rng).to(DEVICE), (torch.arange(8) % 3).to(DEVICE)
+
+
+def images(i):
+    rng = torch.Generator().manual_seed(i)
+    x = torch.randn(8, 3, 8, 8, generator=rng).to(DEVICE, memory_format=torch.channels_last)
+    return x, (torch.arange(8) % 3).to(DEVICE)
+
+
+def words(i):
+    rng = torch.Generator().manual_seed(i)
+    return torch.randint(20, (8, 5), generator=rng).to(DEVICE), (torch.arange(8) % 3).to(DEVICE)
+
+
+def make(build, make_opt, dtype, **how):
+    """Return a model on the device and its optimizer, with masters if `dtype` is given."""
+    torch.manual_seed(0)
+    model = build().to(DEVICE)
+    opt = make_opt(model.parameters())
+    return (model, opt) if dtype is None else with_masters(model, opt, dtype=dtype, **how)
+
+
+def train(model, opt, batches, n=4, scaler=None, first=0, called=None):
+    """Train for `n` batches; return the losses."""
+    scaler, losses = LossScaler(DEVICE, enabled=False) if scaler is None else scaler, []
+    for i in range(first, first + n):
+        x, y = batches(i)
+        opt.zero_grad()
+        loss = cross_entropy((model if called is None else called)(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def state_of(model, opt):
+    """Return what a file would hold, on the host."""
+    return {
+        "model": {k: v.cpu().clone() for k, v in model.state_dict().items()},
+        "opt": [
+            {k: v.cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
+            for s in opt.state_dict()["state"].values()
+        ],
+    }
+
+
+def run(build, batches, make_opt, dtype, n=4, **how):
+    """Train a new model; return its losses and its state."""
+    model, opt = make(build, make_opt, dtype, **how)
+    scaler = LossScaler(DEVICE, init_scale=2.0**10) if dtype == FP16 else None
+    losses = train(model, opt, batches, n, scaler)
+    return {"losses": losses, **state_of(model, opt)}
+
+
+# Every way to keep masters
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_way_to_keep_masters_has_the_bits_of_a_master_each(name, dtype, stored):
+    how = STORED[stored]
+    if dtype == FP16 and "store_param_remainders" in how:
+        pytest.skip("remainders are for bfloat16")
+    if "capturable" in name and (DEVICE == "cpu" or "half_grads" in how):
+        pytest.skip("capturable is for accelerators, and not for chunks")
+    found = run(mlp, rows, OPTIMIZERS[name], dtype, **how)
+    goal = run(mlp, rows, OPTIMIZERS[name], dtype)
+    if "store_param_remainders" in how:  # where rounding ties, remainders round up
+        torch.testing.assert_close(found["losses"], goal["losses"], atol=0.02, rtol=0.02)
+        return
+    assert_same(found["model"], goal["model"])
+    assert_same(found["opt"], goal["opt"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused"])
+def test_the_smallest_storage_trains_like_a_master_each(name):
+    found = run(mlp, rows, OPTIMIZERS[name], BF16, n=20, **SMALLEST)["losses"]
+    goal = run(mlp, rows, OPTIMIZERS[name], BF16, n=20)["losses"]
+    torch.testing.assert_close(found, goal, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_float32_is_plain_pytorch(name):
+    if "capturable" in name and DEVICE == "cpu":
+        pytest.skip("capturable is for accelerators")
+    goal = run(mlp, rows, OPTIMIZERS[name], None)
+    for how in ({}, FLAT):
+        assert_same(run(mlp, rows, OPTIMIZERS[name], torch.float32, **how), goal)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_a_skipped_step_changes_nothing_and_is_seen_in_16_bit_gradients_too(stored):
+    model, opt = make(mlp, OPTIMIZERS["adamw"], BF16, **STORED[stored])
+    train(model, opt, rows, 2)
+    for bad in (float("inf"), float("nan")):
+        before = state_of(model, opt)
+        x, y = rows(5)
+        opt.zero_grad()
+        (cross_entropy(model(x), y)).backward()
+        with torch.no_grad():
+            model[0].weight.grad[3, 4] = bad
+        opt.step()
+        assert_same(state_of(model, opt), before)
+    assert opt.masters.n_skipped == 2
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("how", [{}, FLAT], ids=["each", "flat"])
+def test_a_run_that_is_loaded_from_its_file_goes_on_to_the_same_bits(how, dtype):
+    def new():
+        scaler = LossScaler(DEVICE, init_scale=2.0**10, growth_interval=3, enabled=dtype == FP16)
+        return *make(mlp, OPTIMIZERS["adamw_fused"], dtype, **how), scaler
+
+    model, opt, scaler = new()
+    train(model, opt, rows, 3, scaler)
+    file = io.BytesIO()
+    kept = {"model": model.state_dict(), "opt": opt.state_dict(), "scaler": scaler.state_dict()}
+    torch.save(kept, file)
+    train(model, opt, rows, 3, scaler, first=3)
+    goal = state_of(model, opt)
+    model, opt, scaler = new()
+    kept = torch.load(io.BytesIO(file.getvalue()), map_location=DEVICE, weights_only=True)
+    model.load_state_dict(kept["model"])
+    opt.load_state_dict(kept["opt"])
+    scaler.load_state_dict(kept["scaler"])
+    train(model, opt, rows, 3, scaler, first=3)
+    assert_same(state_of(model, opt), goal)
+
+
+# What cuDNN, layouts and compilers see
+
+
+@pytest.mark.parametrize("how", [{}, FLAT], ids=["each", "flat"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU], ids=["lstm", "gru"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_recurrent_layer_is_used_without_a_copy_of_its_weights(kind, how, dtype):
+    build = partial(Recurrent, kind)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model, opt = make(build, OPTIMIZERS["adamw_fused"], dtype, **how)
+        train(model, opt, words, 3, LossScaler(DEVICE, enabled=dtype == FP16))
+        model.eval()(words(7)[0])
+    assert not [str(w.message) for w in seen if "contiguous" in str(w.message)]
+    weights = [p.data_ptr() for p in model.cells._flat_weights]
+    assert weights == [p.data_ptr() for p in model.cells.parameters()]
+
+
+@on_a_real_gpu
+@pytest.mark.parametrize("how", [{}, FLAT], ids=["each", "flat"])
+def test_the_weights_of_a_recurrent_layer_lie_as_cudnn_wants_them(how):
+    model, opt = make(partial(Recurrent, nn.LSTM), OPTIMIZERS["adamw_fused"], BF16, **how)
+    train(model, opt, words, 3)
+    assert len({p.untyped_storage().data_ptr() for p in model.cells.parameters()}) == 1
+
+
+@pytest.mark.parametrize("dtype", [None, BF16, FP16], ids=str)
+def test_channels_last_is_kept_and_flat_has_the_bits_of_a_master_each(dtype):
+    def build():
+        return conv_net().to(memory_format=torch.channels_last)
+
+    if dtype is None:
+        goal = run(build, images, OPTIMIZERS["adamw"], None)
+        assert_same(run(build, images, OPTIMIZERS["adamw"], torch.float32, **FLAT), goal)
+        return
+    model, opt = make(build, OPTIMIZERS["adamw"], dtype, **FLAT)
+    train(model, opt, images, 4, LossScaler(DEVICE, init_scale=2.0**10, enabled=dtype == FP16))
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    goal = run(build, images, OPTIMIZERS["adamw"], dtype)
+    assert_same(state_of(model, opt)["model"], goal["model"])
+
+
+@pytest.mark.skipif(IS_SIMULATED, reason="nothing is compiled for the simulated GPU")
+@pytest.mark.parametrize("how", [{}, FLAT], ids=["each", "flat"])
+def test_a_compiled_model_is_compiled_once(how):
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    model, opt = make(mlp, OPTIMIZERS["adamw_fused"], BF16, **how)
+    called = torch.compile(model)
+    train(model, opt, rows, 2, called=called)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        losses = train(model, opt, rows, 6, first=2, called=called)
+    goal, opt = make(mlp, OPTIMIZERS["adamw_fused"], BF16, **how)
+    train(goal, opt, rows, 2)
+    torch.testing.assert_close(losses, train(goal, opt, rows, 6, first=2), atol=0.02, rtol=0.02)
+
+
+# Graphs and streams
+
+
+@on_a_real_gpu
+@pytest.mark.parametrize("how", [{}, FLAT], ids=["each", "flat"])
+def test_a_step_is_captured_in_a_graph(how):
+    how = how | dict(skip_nonfinite=False)  # a skip is decided on the host
+    goal, goal_opt = make(mlp, OPTIMIZERS["adamw_capturable"], BF16, **how)
+    train(goal, goal_opt, lambda i: rows(0), 8)
+    model, opt = make(mlp, OPTIMIZERS["adamw_capturable"], BF16, **how)
+    x, y = rows(0)
+
+    def step():
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        opt.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    opt.zero_grad()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(
+        {k: v.float() for k, v in model.state_dict().items()},
+        {k: v.float() for k, v in goal.state_dict().items()},
+        atol=1e-3,
+        rtol=1e-2,
+    )
+
+
+@on_a_real_gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("stored", ["a_master_each", "flat", "half_grads"])
+def test_a_step_on_another_stream_has_the_same_bits(stored, dtype):
+    goal = run(mlp, rows, OPTIMIZERS["adamw"], dtype, n=8, **STORED[stored])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = run(mlp, rows, OPTIMIZERS["adamw"], dtype, n=8, **STORED[stored])
+    torch.cuda.synchronize()
+    assert_same(found, goal)
+
+
+@on_a_real_gpu
+@pytest.mark.parametrize("how", [{}, FLAT], ids=["each", "flat"])
+def test_the_host_waits_once_a_step_for_the_check(how):
+    model, opt = make(mlp, OPTIMIZERS["adamw_fused"], BF16, **how)
+    train(model, opt, rows, 3)
+    batches = [rows(i) for i in range(4)]
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as prof:
+        train(model, opt, batches.__getitem__, 4)
+    waits = [e.count for e in prof.key_averages() if "Synchronize" in e.key]
+    assert sum(waits) <= 4 + 1  # the profiler's own at its end
