@@ -97,10 +97,16 @@ def any_nonfinite(
         is_usual = type(g) is Tensor and not (g.is_sparse or g.is_complex())
         for part in [g] if is_usual else _for_kernel(g):
             kinds.setdefault((part.device, part.dtype), []).append(part)
-    for (device, _), parts in kinds.items():
+    for (device, dtype), parts in kinds.items():
         flag = flags.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
-        private.unscale_each_(parts, torch.full_like(flag, factor), flag)
-    return any(flag.item() for flag in flags.values())
+        if dtype == torch.bfloat16 and device.type == "cuda":  # the kernel has no bfloat16 there
+            if factor != 1:
+                torch._foreach_mul_(parts, factor)
+            largest = torch.stack(private.norm_of_each(parts, math.inf)).amax()
+            flag.add_(largest * 0)  # nan if it is inf or nan
+        else:
+            private.unscale_each_(parts, torch.full_like(flag, factor), flag)
+    return any(flag.item() != 0 for flag in flags.values())
 
 
 def _for_kernel(grad):

@@ -24,6 +24,7 @@ from mixedfp.engine.optimizers import (
     evaluates_once,
     grads_of,
     is_elementwise,
+    is_fused,
     own_methods,
     param_lists,
 )
@@ -66,19 +67,27 @@ class MasterStep:
         self._install()
 
     def _make_loop(self, policy):
-        if policy.flat_master and is_elementwise(self.core):
+        if policy.flat_master and self._takes_chunks(policy):
             lay_out(self.masters, param_lists(self.core))
             return ChunkLoop(self.core, self.masters)
         for name in ("state_dtype", "half_grads"):
             if getattr(policy, name):
                 raise MixedPrecisionError(
-                    f"{name} needs an optimizer that is stepped in chunks, such as AdamW or SGD "
-                    f"without fused=True: {type(self.core).__name__} is stepped one parameter "
-                    "after the other"
+                    f"{name} needs an optimizer that is stepped in chunks, such as AdamW or SGD: "
+                    f"{type(self.core).__name__} is stepped one parameter after the other"
                 )
         if policy.flat_master:
             lay_out(self.masters, param_lists(self.core))
         return None
+
+    def _takes_chunks(self, policy):
+        "Whether the optimizer is stepped in chunks."
+        if not is_elementwise(self.core) or not is_fused(self.core):
+            return is_elementwise(self.core)
+        # PyTorch's fused kernels for CPUs round the last numbers of a tensor in another way than
+        # the others: in chunks they would not have the bits of a master each
+        on_cpu = any(p.device.type == "cpu" for p in self.masters.params)
+        return not on_cpu or policy.half_grads or bool(policy.state_dtype)
 
     def _install(self):
         core, own = self.core, vars(self.core)

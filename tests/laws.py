@@ -117,7 +117,7 @@ ELEMENTWISE_OF_TORCH = {
     "SGD_nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "Adam": partial(optim.Adam, lr=0.01, weight_decay=0.01),
     "Adam_amsgrad": partial(optim.Adam, lr=0.01, amsgrad=True, foreach=True),
-    "Adam_tensor_rate": partial(optim.Adam, lr=torch.tensor(0.01)),
+    "Adam_tensor_rate": lambda ps: optim.Adam(ps, lr=torch.tensor(0.01)),  # a schedule fills it
     "AdamW": partial(optim.AdamW, lr=0.01),
     "AdamW_one_by_one": partial(optim.AdamW, lr=0.01, foreach=False, amsgrad=True),
     "NAdam": partial(optim.NAdam, lr=0.01, decoupled_weight_decay=True),
@@ -136,8 +136,10 @@ FUSED = {
 }
 
 
-# PyTorch's own errors: a fused Adagrad is for CPUs; Adafactor needs torch 2.12
-NOT_ON_CUDA = {"Adagrad_fused", *(["Adafactor"] if torch.__version__ < "2.12" else [])}
+# PyTorch's own errors: a fused Adagrad is for CPUs; older Adafactors look for `capturable` on CUDA
+IS_OLD = torch.__version__ < "2.12"
+NOT_ON_CUDA = {"Adagrad_fused", *(["Adafactor"] if IS_OLD else [])}
+RECURRENT = {"lstm", "gru", "packed_gru"}
 
 
 class NormedSGD(optim.SGD):
@@ -179,6 +181,10 @@ def loop_allows(row):
     if optimizer == "LBFGS" and workflow != "calling_a_closure":
         return False
     if DEVICE == "cuda" and optimizer in NOT_ON_CUDA:
+        return False
+    if DEVICE == "cuda" and (optimizer, workflow) == ("SGD_nesterov", "looking_at_everything"):
+        return False  # over whole tensors it writes into the gradients, in chunks into copies
+    if IS_OLD and optimizer == "Adagrad" and workflow == "adding_a_group":
         return False
     # PyTorch's fused SGD fails where a layer gets its first gradient after the others
     if optimizer == "SGD_fused" and (
@@ -534,6 +540,9 @@ def learn_state(learn):
 
 def fit_allows(row):
     """Whether fastai alone can do it, and we promise it."""
+    if DEVICE == "cuda" and row.model in RECURRENT:
+        if row.cells.get("workflow") == "evaluating_while_training":  # cuDNN refuses it
+            return False
     return _keeps(row, set(OPTIMIZERS) - set(ELEMENTWISE) | {"ranger"})
 
 

@@ -209,9 +209,13 @@ class Do(Callback):
 
 
 def plain(o):
-    """Return `o` with fastai's lists and wrappers as plain lists and dicts, its tensors cloned."""
+    """Return `o` with fastai's lists and wrappers as plain lists and dicts, its tensors cloned.
+
+    Step counts are on the host: PyTorch leaves them where they were created or loaded.
+    """
     if isinstance(o, torch.Tensor):
-        return o.detach().as_subclass(torch.Tensor).clone()
+        o = o.detach().as_subclass(torch.Tensor).clone()
+        return o if o.ndim else o.cpu()
     if isinstance(o, dict):
         return {k: plain(v) for k, v in o.items()}
     if isinstance(o, str | bytes) or o is None or not hasattr(o, "__iter__"):

@@ -25,6 +25,7 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.losses import LabelSmoothingCrossEntropyFlat
 from fastai.optimizer import Adam
+from nets import DEVICE
 from tiny import Do, torch_optimizer
 from torch import nn
 
@@ -427,7 +428,7 @@ def changing_the_memory_format(learn):
 def moving_the_model(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.model.to(learn.dls.device).eval()
-    learn.dls.to("cpu"), learn.to("cpu")
+    learn.dls.to(DEVICE), learn.to(DEVICE)
     learn.fit(1, 0.05)
 
 
