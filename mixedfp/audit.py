@@ -144,7 +144,9 @@ def _count(holding, p, masters, cores):
         elif full.data_ptr() != local.data_ptr():
             holding.add("masters", full)
     if p.requires_grad:
-        dtype = p.grad_dtype or p.dtype if p.grad is None else p.grad.dtype
+        dtype = p.dtype if p.grad is None else p.grad.dtype
+        if p.grad is None and p in masters:
+            dtype = masters[p].gradients.dtype_of(p)
         holding.add("gradients", torch.empty(0, dtype=dtype), n=local.numel())
     _count_states(holding, p, cores)
 

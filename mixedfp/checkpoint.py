@@ -282,7 +282,7 @@ class Checkpoint(Callback):
             mixed.scaler.adopt(mixed.opt, saved["grad_scale"])
         for k, p in get_model(self.model).named_parameters():
             g = own["grads"].get(k)
-            dtype = None if g is None else p.grad_dtype or g.dtype
+            dtype = None if g is None else p.grad_dtype or g.dtype  # None: as it was saved
             p.grad = None if g is None else torch.zeros_like(p, dtype=dtype).copy_(g * factor)
         for cb, (name, counts) in zip(self._counting(), saved["callbacks"], strict=False):
             if cb.name == name:

@@ -372,10 +372,10 @@ class LayerwiseGradientScaler:
         self._search = _Search(self.dtype)
         self._hooks.begin(self._search.look if self.auto_steps_left else None)
         params = {p for info in self._scaled for p in info.layer.parameters()}
-        bare = sum(p.itemsize == 2 and p.grad_dtype != torch.float32 for p in params)
+        bare = sum(p.dtype == torch.float16 and p.grad_dtype != torch.float32 for p in params)
         if bare:
             warn_once(
-                f"{bare} parameters of layers with scales have 16-bit gradients, which may flush "
+                f"{bare} parameters of layers with scales have float16 gradients, which may flush "
                 "to zero when they leave the layer: train float32 masters, with_masters(model, "
                 "optimizer), or set p.grad_dtype = torch.float32"
             )

@@ -83,6 +83,10 @@ def _unscale(optimizer, scale):
             "would flush to zero. Use float32 masters, with_masters(model, optimizer); with "
             "half_grads=True leave unscale_() out"
         )
+    for p in params:
+        if p.grad is not None and p.grad.dtype is torch.bfloat16 and p.grad_dtype is None:
+            p.grad = p.grad.float()  # a model with masters takes gradients of any dtype
+    grads = [p.grad for p in params if p.grad is not None]
     return _agreed(any_nonfinite(grads, 1 / scale), params), 1.0
 
 

@@ -18,6 +18,7 @@ from .cast import Policy
 from .engine.buffers import BufferSnapshot
 from .engine.flat import ChunkLoop, lay_out
 from .engine.forward import install_forward
+from .engine.gradients import widen
 from .engine.masters import Masters, as_own_storage
 from mixedfp.engine.optimizers import (
     core_of,
@@ -156,6 +157,8 @@ class MasterStep:
             self._step_chunks(inv_scale)
             done = None
         else:
+            with torch.no_grad():  # somebody may have set 16-bit ones
+                widen(p for ps in param_lists(self.core) for p in ps)
             with self.masters.shown():
                 if inv_scale is not None:
                     torch._foreach_mul_(grads_of(self.core), inv_scale)

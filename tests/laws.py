@@ -423,7 +423,8 @@ class ByHand(Loop):
         for p, m in self.pairs:
             if p not in kept:
                 p.data = self.rounded(m.detach(), dtype)
-                p.grad_dtype = FP32  # what is used twice is added up in float32
+                # in float16 what is used twice is added up in float32
+                p.grad_dtype = FP32 if dtype == FP16 else None
         self.round_states()
 
     def rounded(self, full, dtype):
@@ -449,7 +450,7 @@ class ByHand(Loop):
         self.used = self.scale
         for p, m in self.pairs:
             if p.grad is not None:
-                m.grad = p.grad if m.grad is None else m.grad + p.grad
+                m.grad = p.grad.float() if m.grad is None else m.grad + p.grad.float()
                 p.grad = None
 
     def scale_by(self, scale, **settings):

@@ -359,7 +359,7 @@ def test_a_bare_16_bit_model_is_warned_of_flushing(caplog):
         for p in net.parameters():
             p.grad_dtype = dtype
         LayerwiseGradientScaler(net, {"0": 2.0, "2": 2.0}).begin()
-        assert caplog.text.count("4 parameters of layers with scales have 16-bit") == n
+        assert caplog.text.count("4 parameters of layers with scales have float16") == n
 
 
 def test_each_step_of_the_search_looks_at_its_own_gradients():

@@ -2,7 +2,8 @@
 
     1 numbers   engine.torch_private ‖ formats ‖ testing ‖ nested ‖ sharded
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise
-    3 engine    in_float32, forward, masters, optimizers, flat, buffers, ranks: in this order
+    3 engine    in_float32, forward, gradients, masters, optimizers, flat, buffers, ranks: in
+                this order
     4 step      step; and overflow, report, audit: what a model's numbers do, without a trainer
     5 trainers  optimizer, callback ‖ skorch, checkpoint
     6 tools     examples, command, memory, compare, all
@@ -20,7 +21,7 @@ from pathlib import Path
 from notebooks import ROOT
 
 PACKAGE = "mixedfp"
-ENGINE = "in_float32 forward masters optimizers flat buffers ranks".split()
+ENGINE = "in_float32 forward gradients masters optimizers flat buffers ranks".split()
 # each module may import those of earlier lines, and, in a list, those before it
 FLOORS = [
     [{"engine.torch_private"}, {"formats"}, {"testing", "nested", "sharded"}],

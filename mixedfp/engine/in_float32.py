@@ -56,9 +56,6 @@ PRODUCTS = frozenset(
 )
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 _SOFTMAX = frozenset("softmax log_softmax softmin gumbel_softmax sigmoid".split())
-_MIXED = frozenset(
-    "layer_norm group_norm rms_norm batch_norm instance_norm index_put scatter_add".split()
-)
 
 # %% ../../nbs/engine/01_in_float32.ipynb #f32mode1
 class InFloat32(TorchFunctionMode):
@@ -66,8 +63,7 @@ class InFloat32(TorchFunctionMode):
 
     Products of 16-bit matrices are computed in float32 and rounded, as in a GPU's matrix units.
     The casts are part of the graph, so a gradient outside of float16's range is lost at the same
-    point as on a GPU. Softmax, norms of float32 inputs with 16-bit weights, and the sum of an
-    embedding's gradients are computed in float32.
+    point as on a GPU. Softmax and the sum of an embedding's gradients are computed in float32.
     Inside gradient checkpointing the mode does nothing.
     """
 
@@ -78,7 +74,7 @@ class InFloat32(TorchFunctionMode):
     ):
         super().__init__()
         self.dtype, self.products = dtype, products
-        always = _RECURRENT | _SOFTMAX | _MIXED | {"embedding"}
+        always = _RECURRENT | _SOFTMAX | {"embedding"}
         self.names = always | PRODUCTS if products else always
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
@@ -86,11 +82,6 @@ class InFloat32(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name not in self.names:
             return func(*args, **kwargs)
-        if name in _MIXED:  # only if the first operand is in float32 and another is not
-            first: Any = args[0] if args else next(iter(kwargs.values()))
-            is_full = getattr(first, "dtype", None) == torch.float32
-            if not is_full or len(_float_dtypes((args, kwargs))) == 1:
-                return func(*args, **kwargs)
         # `out=` and products in an exported program stay native
         is_native = kwargs.get("out") is not None or (name in PRODUCTS and is_exporting())
         if is_native or _is_checkpointed():

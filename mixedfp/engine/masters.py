@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from ..cast import Policy, drop_casts, find_kept, is_castable, model2half, what_is_lost
 from .forward import remove_forward
+from .gradients import Gradients
 from .torch_private import all_hooks
 from ..formats import MixedPrecisionError
 from ..master import norm_bias_ids
@@ -55,11 +56,6 @@ def check_model(
 
 
 def _check_tensor(name, t):
-    if t.requires_grad and t.grad_dtype not in (None, t.dtype, torch.float32):
-        raise MixedPrecisionError(
-            f"`{name}` has grad_dtype={t.grad_dtype}, and masters take float32 gradients: set "
-            "p.grad_dtype = torch.float32, or keep them in 16 bits with half_grads=True"
-        )
     if is_lazy(t):
         raise MixedPrecisionError(
             f"the shape of `{name}` is not known yet: run a batch through the model first"
@@ -186,20 +182,17 @@ class Masters:
             p.grad = None
         if self.policy.dtype != torch.float32:
             model2half(self.model, self.policy.dtype, self.policy.keep_fp32)
-        for p, m, g in zip(self.params, self.master, grads, strict=True):
+        for p, m in zip(self.params, self.master, strict=True):
             is_own = p.data_ptr() == m.data_ptr() and p.dtype == m.dtype
             self.half.append(m if is_own else p.data)
-            self._set_grad(p, m, g)
+        self.gradients = Gradients(self.params, self.policy)
+        for p, g in zip(self.params, grads, strict=True):
+            p.grad = None if g is None else g.to(self.gradients.dtype_of(p))
         self.buffers = {(m, k): KeptBuffer(b, m.get_buffer(k).dtype) for m, k, b in buffers}
         for name, p in self.model.named_parameters():
             if p in self.index:
                 _warn_if_inf(name, p.detach(), self.master[self.index[p]])
         self.note()
-
-    def _set_grad(self, p, master, grad):
-        wide = torch.promote_types(master.dtype, torch.float32)
-        p.grad_dtype = None if self.policy.half_grads else wide
-        p.grad = None if grad is None else grad.to(p.dtype if self.policy.half_grads else wide)
 
     def note(self) -> None:
         "Record versions and addresses, to detect changes by other code."
@@ -291,6 +284,8 @@ class Masters:
         "Adopt weights that other code has written, moved or cast since the last step."
         if self.is_shown:
             return
+        self.gradients.watch()
+        self.gradients.settle()  # an exception may have ended the last backward pass
         if self.is_writing:  # an interrupt came before `note`
             self.round_all()
         try:
@@ -404,7 +399,8 @@ class Masters:
         """Return the state that makes a copy of the model a plain float32 model."""
         self.sync()
         full = [self.full(i).detach().clone() for i in range(len(self.params))]
-        drop = dict(vectors=[], steps=[], snapshot=None, half=[], is_shown=False)
+        drop: dict = dict(vectors=[], steps=[], snapshot=None, half=[], is_shown=False)
+        drop["gradients"] = Gradients([], self.policy)
         return vars(self) | dict(master=full) | drop
 
     def float_model(self) -> nn.Module:
@@ -437,6 +433,7 @@ class Masters:
             s.remove()
         if self.half:
             self.sync()
+        self.gradients.release()
         for i, p in enumerate(self.params):
             g, p.grad = p.grad, None
             m = self.full(i)

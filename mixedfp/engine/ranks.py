@@ -25,6 +25,7 @@ from ..nested import map_tensors
 def average_over_ranks(
     params: Iterable[Parameter],  # the same parameters and order in each process
     group: distributed.ProcessGroup | None = None,  # default: all processes
+    is_half: bool = False,  # whether 16-bit parameters have 16-bit gradients
 ) -> None:
     """Replace each gradient by its mean over the processes.
 
@@ -39,7 +40,8 @@ def average_over_ranks(
                 "use nn.Embedding(sparse=False)"
             )
         if p.requires_grad or p.grad is not None:
-            messages.setdefault((p.device, p.grad_dtype or p.dtype), []).append(p)
+            dtype = p.dtype if is_half else torch.promote_types(p.dtype, torch.float32)
+            messages.setdefault((p.device, dtype), []).append(p)
     for (_, dtype), members in messages.items():
         _send_and_receive(members, dtype, group)
 
@@ -147,7 +149,11 @@ class DDPAverage:
 
 
 def _average(ddp):
-    average_over_ranks(ddp.module.parameters(), ddp.process_group)
+    found: list[Any] = [m for m in map(masters_of, ddp.modules()) if m is not None]
+    for masters in found:
+        masters.gradients.settle()  # its own callback comes later
+    is_half = any(masters.policy.half_grads for masters in found)
+    average_over_ranks(ddp.module.parameters(), ddp.process_group, is_half)
 
 
 def _before_ddp(ddp, args):
