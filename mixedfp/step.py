@@ -85,10 +85,9 @@ class MasterStep:
         "Whether the optimizer is stepped in chunks."
         if not is_elementwise(self.core) or not is_fused(self.core):
             return is_elementwise(self.core)
-        # PyTorch's fused kernels for CPUs round the last numbers of a tensor in another way than
-        # the others: in chunks they would not have the bits of a master each
-        on_cpu = any(p.device.type == "cpu" for p in self.masters.params)
-        return not on_cpu or policy.half_grads or bool(policy.state_dtype)
+        # a fused kernel takes all parameters at once, and needs no gathered gradients; a CPU's
+        # rounds the last numbers of a tensor in its own way, so that chunks have other bits
+        return bool(policy.half_grads or policy.store_param_remainders or policy.state_dtype)
 
     def _install(self):
         core, own = self.core, vars(self.core)

@@ -217,7 +217,7 @@ def _ranks(model):
 
 # %% ../../nbs/engine/05_flat.ipynb #83e73bb4
 CHUNK = 2**18  # numbers: a chunk's masters, gradient and states fit in a CPU's cache
-GPU_CHUNK = 2**24  # numbers: enough to fill a GPU, and scratch stays below 64 MiB a vector
+GPU_CHUNK = 2**23  # numbers: enough to fill a GPU, while 32 MiB of scratch stay allocated
 
 
 def chunk_size(
@@ -236,6 +236,7 @@ class Chunk:
         self.state: dict[str, Any] = {}
         self.views: dict[str, Tensor] = {}  # slices of the states' vectors
         self.narrow: list[str] = []  # those in 16 bits
+        self.n_steps: int | None = run.numbers.get("step")  # a fused optimizer's is on the device
         self.sources, self.targets = [], []  # slices of gradients, and their destinations
         covered = 0
         for i, p in zip(run.members, run.params, strict=True):
@@ -350,7 +351,7 @@ class ChunkLoop:
                 state = self.shadow.step(chunk.group, chunk.param, chunk.state)
                 if len(state) != n_known:
                     self._add_states(chunk, state)
-                chunk.store(state, self._noise(chunk, state) if chunk.narrow else None)
+                chunk.store(state, self._noise(chunk) if chunk.narrow else None)
             self._share_numbers()
         except BaseException:
             self.masters.round_all()
@@ -436,9 +437,11 @@ class ChunkLoop:
             view = self._state(chunk.vector, k, state[k])[chunk.part]
             chunk.add_state(k, view.copy_(state[k]), k in self.dtypes)
 
-    def _noise(self, chunk, state):
+    def _noise(self, chunk):
         "Return noise that depends on step and chunk only, so that a resumed run repeats it."
-        step = int(state.get("step", self.masters.skips.record.n_steps))
+        step = self.masters.skips.record.n_steps
+        if "step" in chunk.state:
+            step = chunk.n_steps = int(chunk.n_steps or 0) + 1
         start = (step * 0x9E3779B1 + chunk.part.start * 0x85EBCA6B) % 2**32 >> 16
         return _noise_on(chunk.full.device, CHUNK)[start:]
 
