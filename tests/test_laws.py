@@ -428,6 +428,8 @@ def test_a_file_goes_from_any_learner_into_any_other(row, tmp_path):
 
 def _skip_allows(row):
     """Whether there is something that skips."""
+    if DEVICE == "cuda" and (row.scaler, row.layout) == ("GradScaler", "half_grads"):
+        return False  # PyTorch's scaler has no kernel for bfloat16 gradients
     skips = row.scaler == "LossScaler" or row.precision == "bfloat16"
     return loop_allows(row) and (skips or (row.scaler, row.precision) == ("GradScaler", "float16"))
 
