@@ -214,13 +214,17 @@ def plain(o):
     Step counts are on the host: PyTorch leaves them where they were created or loaded.
     """
     if isinstance(o, torch.Tensor):
-        o = o.detach().as_subclass(torch.Tensor).clone()
-        return o if o.ndim else o.cpu()
+        return o.detach().as_subclass(torch.Tensor).clone()
     if isinstance(o, dict):
-        return {k: plain(v) for k, v in o.items()}
+        return {k: plain(v.cpu() if _is_count(k, v) else v) for k, v in o.items()}
     if isinstance(o, str | bytes) or o is None or not hasattr(o, "__iter__"):
         return copy.copy(o)
     return [plain(v) for v in o]
+
+
+def _is_count(name, value):
+    counts = ("step", "mu_product", "eta", "mu")
+    return name in counts and isinstance(value, torch.Tensor) and value.ndim == 0
 
 
 def weights(learn):
