@@ -83,6 +83,7 @@ types: .venv/.dev
 
 test-cuda: .venv/.dev
 	$(ON_CUDA) tests/test_devices.py
+	MIXEDFP_TEST_DEVICE=cuda $(ON_CUDA) tests/test_gpu.py
 
 test-latest: .venv-latest/.installed-$(TODAY)
 	python tools/run_notebooks.py --workers $(WORKERS) $(PAGES_ELSEWHERE)

@@ -244,3 +244,107 @@ def test_vmap_jvp_checkpoints_and_models_inside_each_other(dtype):
         outer = half(Ends(end), dtype)
         outer(X).sum().backward()
         assert outer(X).dtype == FULL and outer.linear.weight.grad is not None
+
+
+# Inputs are the caller's, norms keep the stream
+
+
+class Sees(nn.Module):
+    """Keeps what it is called with, and computes a loss inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, target, *, mask=None):
+        self.seen = x, target, mask
+        y = self.layer(x)
+        if mask is not None:
+            y = (y + mask).softmax(-1)
+        return y, F.mse_loss(y.float(), target)
+
+
+@both
+def test_arguments_arrive_as_they_are_passed(dtype):
+    model, target = half(Sees(), dtype), torch.full((16, 3), 1001.94)
+    mask = torch.zeros(16, 3).masked_fill(torch.arange(3) > 0, torch.finfo(FULL).min)
+    out, loss = model(X, target, mask=mask)
+    assert all(a is b for a, b in zip(model.seen, (X, target, mask), strict=True))
+    assert out.dtype == FULL and torch.isfinite(out).all()
+    assert_same(loss, F.mse_loss(out, target))
+
+
+@both
+def test_without_autocast_all_floats_are_cast(dtype):
+    class Takes(Sees):
+        def forward(self, x, labels):
+            self.seen = x.dtype, labels.dtype
+            return self.layer(x)
+
+    model = half(Takes(), dtype, autocast=False)
+    model(X, labels=X)
+    assert model.seen == (dtype, dtype)
+
+
+NORMS = {
+    "layer_norm": lambda: nn.LayerNorm(4),
+    "without_a_bias": lambda: nn.LayerNorm(4, bias=False),
+    "without_a_weight": lambda: nn.LayerNorm(4, elementwise_affine=False),
+    "group_norm": lambda: nn.GroupNorm(2, 4),
+    "rms_norm": lambda: nn.RMSNorm(4),
+    "a_subclass": lambda: type("Own", (nn.LayerNorm,), {})(4),
+}
+
+
+@both
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_returns_the_dtype_it_is_given(name, recomputed, dtype):
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), NORMS[name]()
+
+        def forward(self, x, is_full):
+            x = self.layer(x)
+            x = x.float() if is_full else x
+            y = checkpoint(self.norm, x, use_reentrant=False) if recomputed else self.norm(x)
+            self.seen = x, y
+            return y
+
+    model = half(Stream(), dtype)
+    for is_full in (True, False):
+        model(X, is_full).sum().backward()
+        x, y = model.seen
+        assert x.dtype == y.dtype == (FULL if is_full else dtype)
+        exact = NORMS[name]()(x.detach().float())
+        torch.testing.assert_close(y.float(), exact, **NEAR[y.dtype])
+    assert all(p.grad is not None for p in model.parameters())
+
+
+NEAR = {FULL: dict(atol=1e-5, rtol=1e-5), HALF: dict(atol=4e-3, rtol=2e-3),
+        BF16: dict(atol=3e-2, rtol=2e-2)}  # fmt: skip
+
+
+def test_a_norm_that_is_kept_in_float32_stays_what_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    install_forward(model2half(model, BF16, nn.LayerNorm), Policy(BF16, keep_fp32=nn.LayerNorm))
+    seen = []
+    model[1].register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, out.dtype)))
+    model(X)
+    assert seen == [(FULL, BF16)]
+    remove_forward(model)
+    assert type(model[1].forward).__name__ == "FloatForward"
+
+
+def test_mixed_dtypes_that_autocast_does_not_cast_name_the_way_out():
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.zeros(16, 4).index_add(0, torch.arange(16), self.layer(x))
+
+    with pytest.raises(RuntimeError, match="scalar type\nAdds combines dtypes.*autocast=False"):
+        half(Adds())(X)

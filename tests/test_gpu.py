@@ -334,3 +334,50 @@ def test_the_host_waits_once_a_step_for_the_check(how):
         train(model, opt, batches.__getitem__, 4)
     waits = [e.count for e in prof.key_averages() if "Synchronize" in e.key]
     assert sum(waits) <= 4 + 1  # the profiler's own at its end
+
+
+# Launches, which the simulated GPU counts
+
+
+class Block(nn.Module):
+    """Two norms, attention by hand and two linear layers, as in a transformer."""
+
+    def __init__(self, d=32):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(d), nn.LayerNorm(d)])
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
+        x = x + self.out((q @ k.transpose(1, 2)) @ v)
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+def blocks():
+    return nn.Sequential(nn.Embedding(20, 32), *(Block() for _ in range(4)), nn.Linear(32, 20))
+
+
+def launches_of_a_step(dtype, **how):
+    """Count the launches and the waits of the third step, from the forward pass to its end."""
+    from simulated_cuda.device import counts
+
+    model, opt = make(blocks, partial(torch.optim.AdamW, lr=0.01, fused=True), dtype, **how)
+    x = words(0)[0]
+    for _ in range(3):
+        before = counts()
+        with torch.autocast("cuda", BF16, enabled=dtype is None):
+            out = model(x)
+        cross_entropy(out.float().flatten(0, 1), x.flatten()).backward()
+        opt.step()
+        opt.zero_grad()
+    return counts() - before
+
+
+@pytest.mark.skipif(not IS_SIMULATED, reason="counts on the simulated GPU")
+@pytest.mark.parametrize("stored", ["a_master_each", "flat", "half_grads"])
+def test_a_transformers_step_makes_fewer_launches_than_autocast(stored):
+    plain, ours = launches_of_a_step(None), launches_of_a_step(BF16, **STORED[stored])
+    print(f"{stored}: {ours.launches} launches, autocast {plain.launches}")
+    assert ours.launches <= 0.67 * plain.launches
+    assert ours.waits <= 1 and plain.waits == 0  # the one of the check

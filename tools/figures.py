@@ -9,6 +9,11 @@ The mark names where the number comes from:
     operators NAME | SHAPE    operators.json: time in 16 bits by time in float32
     lost PRECISION NAME       lost_updates.json: the mean of `lost`, `unmoved`, `accuracy`
     accuracy PRECISION RATE   accuracy.json: its mean, in percent
+    gpu COLUMN MODEL WAY      gpu-nvidia-h100-80gb-hbm3.json: a column of a row; with `relative-`
+                              before it, autocast's time by the way's, or the way's by autocast's;
+                              MODEL mean: of the three large models
+    curve WAY                 the same file: the mean of the last losses
+    counted passed            the same file: tests that passed
     set                       chosen or calculated, not measured
 
 A figure is right when the number, rounded as it stands there, is that number. One with a unit of
@@ -77,6 +82,34 @@ def accuracy(precision: str, rate: str) -> float:
     return found[precision, float(rate)]
 
 
+H100 = "gpu-nvidia-h100-80gb-hbm3"
+
+
+def gpu(column: str, model: str, *way: str) -> float:
+    """Give what was measured on a GPU, alone or relative to autocast, compiled or not."""
+    if model == "mean":
+        each = [gpu(column, m, *way) for m in ("gpt", "vit", "resnet")]
+        return prod(each) ** (1 / 3)
+    rows = {r["way"]: r for r in results(H100)["stages"][model]}
+    name = column.removeprefix("relative-")
+    value = rows[" ".join(way)][name]
+    if name == column:
+        return value
+    base = rows["autocast compiled" if way[-1] == "compiled" else "autocast"][name]
+    return base / value if name == "ms" else value / base
+
+
+def curve(*way: str) -> float:
+    """Give the mean over seeds of the last losses on generated text."""
+    rows = results(H100)["stages"]["curves"]
+    return mean(r["last"] for r in rows if r["way"] == " ".join(way))
+
+
+def counted(what: str) -> float:
+    """Give the number of tests on a GPU that `passed`."""
+    return results(H100)["stages"]["tests"][what]
+
+
 def numbers(nb: nbformat.NotebookNode, words: str) -> list[float]:
     """List the numbers in the lines with `words` that the notebook's outputs hold."""
     texts = [o.get("text") or o.get("data", {}).get("text/plain", "")
@@ -91,7 +124,7 @@ def sources(nb: nbformat.NotebookNode, mark: str) -> list[float]:
     kind, _, rest = mark.partition(" ")
     if kind == "printed":
         return numbers(nb, rest)
-    if kind in ("whole", "lost", "accuracy"):
+    if kind in ("whole", "lost", "accuracy", "gpu", "curve", "counted"):
         return [globals()[kind](*rest.split())]
     if kind == "operators":
         return [operators(rest)]

@@ -24,8 +24,9 @@ GROUP = 2**21  # numbers of a grouped copy: 4 MiB that are there twice
 def widen(
     params: Iterable[Parameter],  # with or without gradients, of any dtype
 ) -> None:
-    "Replace the 16-bit gradients of `params` by float32 ones."
-    narrow = [p for p in params if p.grad is not None and is_narrow(p.grad)]
+    "Replace the gradients of 16-bit `params` by float32 ones."
+    narrow = [p for p in params if p.grad is not None and is_narrow(p)]
+    narrow = [p for p in narrow if p.grad.dtype != torch.float32]
     if torch.is_grad_enabled() or any(p.grad.is_sparse for p in narrow):
         for p in narrow:
             p.grad = p.grad.float()
