@@ -156,7 +156,7 @@ class MasterStep:
             self._step_chunks(inv_scale)
             done = None
         else:
-            with torch.no_grad():  # somebody may have set 16-bit ones
+            with torch.no_grad():  # other code may have set them
                 widen(p for ps in param_lists(self.core) for p in ps)
             with self.masters.shown():
                 if inv_scale is not None:

@@ -7,7 +7,6 @@ __all__ = ['BufferSnapshot']
 
 # %% ../../nbs/engine/06_buffers.ipynb #b939a473
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +26,9 @@ class BufferSnapshot:
         "Copy the buffers that may have changed; `_version` misses writes to floating-point ones."
         kept: dict[tuple, tuple] = {}
         pairs = defaultdict(list)  # by device and dtype, to copy many at once
-        for m in _modules(self.model):
+        found = [self.model]  # not `modules()`, which spends most of its time on names
+        for m in found:
+            found += filter(None, m._modules.values())
             for k, b in m._buffers.items():
                 was, version, copy = self.kept.get((m, k), (None, None, None))
                 if b is None or (b is was and b._version == version and not b.is_floating_point()):
@@ -54,10 +55,3 @@ class BufferSnapshot:
                 b.copy_(copy)
             m._buffers[k] = b
         self.save()
-
-
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    "Yield all modules, without the names that `model.modules()` spends most of its time on."
-    for m in (stack := [model]):
-        stack.extend(child for child in m._modules.values() if child is not None)
-        yield m

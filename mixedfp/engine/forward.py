@@ -68,7 +68,7 @@ class HalfForward(WrappedForward):
             ) from error
         if self.policy.autocast and ("dtype" in what or "scalar type" in what):
             raise RuntimeError(
-                f"{error}\n{name} combines dtypes in an operator that torch.autocast does not cast: "
+                f"{error}\n{name} combines dtypes in an operator that torch.autocast leaves alone: "
                 f"cast there, or use autocast=False, which gives {name} 16-bit inputs"
             ) from error
 
@@ -105,18 +105,18 @@ class NormForward(WrappedForward):
     def __call__(self, x: Tensor) -> Tensor:  # dtype and shape of `x`
         """Compute the norm."""
         m: Any = self.module
-        weights = [m.weight, None if isinstance(m, nn.RMSNorm) else m.bias]
-        wide = x.dtype if m.weight is None else torch.promote_types(x.dtype, m.weight.dtype)
-        weights = [w if w is None or w.dtype == wide else w.to(wide) for w in weights]
-        y = x if x.dtype == wide else x.to(wide)
+        w, b = m.weight, getattr(m, "bias", None)
+        wide = x.dtype if w is None else torch.promote_types(x.dtype, w.dtype)
+        y = x.to(wide)
+        w, b = (None if t is None else t.to(wide) for t in (w, b))
         with torch.autocast(x.device.type, enabled=False):
             if isinstance(m, nn.GroupNorm):
-                y = group_norm(y, m.num_groups, *weights, m.eps)
+                y = group_norm(y, m.num_groups, w, b, m.eps)
             elif isinstance(m, nn.LayerNorm):
-                y = layer_norm(y, m.normalized_shape, *weights, m.eps)
+                y = layer_norm(y, m.normalized_shape, w, b, m.eps)
             else:
-                y = rms_norm(y, m.normalized_shape, weights[0], m.eps)
-        return y if y.dtype == x.dtype else y.to(x.dtype)
+                y = rms_norm(y, m.normalized_shape, w, m.eps)
+        return y.to(x.dtype)
 
 
 def norms_of(
@@ -139,7 +139,7 @@ def install_forward(
     if policy.dtype != torch.float32 or layers is not None:
         if policy.autocast and policy.dtype != torch.float32:
             for m in norms_of(model):
-                if "forward" not in vars(m):  # else it is kept in float32, or somebody's own
+                if "forward" not in vars(m):  # else it is kept in float32, or wrapped already
                     NormForward(m)
         for m in called_modules(model):
             HalfForward(m, policy, layers, before)

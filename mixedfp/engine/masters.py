@@ -284,8 +284,10 @@ class Masters:
         "Adopt weights that other code has written, moved or cast since the last step."
         if self.is_shown:
             return
-        self.gradients.watch()
-        self.gradients.settle()  # an exception may have ended the last backward pass
+        if self.gradients.waiting:
+            self.gradients.watch()
+        if self.gradients.arrived:  # an exception has ended the last backward pass
+            self.gradients.settle()
         if self.is_writing:  # an interrupt came before `note`
             self.round_all()
         try:
