@@ -24,6 +24,8 @@ class Count:
         is_ours = event == "call" and code.co_filename.startswith(PACKAGE)
         if is_ours and code.co_name not in COMPREHENSIONS:
             self.found[Path(code.co_filename).name, code.co_qualname] += 1
+
+
 def count_batch() -> Counter:
     """Train nine modules in bfloat16 with flat masters; return the calls of the last batch."""
     import torch
