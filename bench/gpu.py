@@ -261,7 +261,7 @@ def measure(stage: str, args: argparse.Namespace, out: Path) -> None:
     for is_compiled in (False, True):
         new = [way for way in ways if ("compiled" in way) == is_compiled]
         for way in new:
-            rows[way] = {"model": stage, "way": way}
+            rows[way] = {"model": stage, "way": way, "items": y.numel()}  # tokens or images
             try:
                 step = start(way, ways[way], build, stage, device, batch, rows[way])
                 runs[way] = partial(step, *batch)
@@ -491,20 +491,21 @@ def show(found: dict) -> None:
     show_means(stages)
 
 
-COLUMNS = "ms, × autocast's speed, peak MiB, × autocast's, launches, kernels' ms, waits, reads"
+COLUMNS = "ms, tokens or images a second, × autocast's speed, peak MiB, × autocast's, launches, kernels' ms, waits, reads"
 
 
 def show_rows(rows: list[dict]) -> None:
     """Print a model's table."""
     base: dict = next((r for r in rows if r["way"] == "autocast"), {})
-    print(f"\n| {rows[0]['model']} | {' | '.join(COLUMNS.split(', '))} |\n|{'---|' * 9}")
+    print(f"\n| {rows[0]['model']} | {' | '.join(COLUMNS.split(', '))} |\n|{'---|' * 10}")
     for r in rows:
         if "ms" not in r:
             print(f"| {r['way']} | {r.get('error', 'not measured')[:200]} |")
             continue
         speed = base.get("ms", 0) / r["ms"]
         memory = r["peak_mib"] / (base.get("peak_mib") or 1)
-        cells = f"{r['ms']:.2f}", f"{speed:.2f}", f"{r['peak_mib']:.0f}", f"{memory:.2f}"
+        cells = [f"{r['ms']:.2f}", f"{1e3 * r['items'] / r['ms']:.0f}", f"{speed:.2f}"]
+        cells += [f"{r['peak_mib']:.0f}", f"{memory:.2f}"]
         kernels = f"{r['device_ms']:.1f}" if "device_ms" in r else ""
         counts = (
             r.get("launches", ""),
