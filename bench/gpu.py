@@ -37,7 +37,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from models import GPT, ViT, images, loss_of, words
+from networks import GPT, ViT, images, loss_of, words
 from torch import nn
 
 from mixedfp.optimizer import with_masters
@@ -491,7 +491,10 @@ def show(found: dict) -> None:
     show_means(stages)
 
 
-COLUMNS = "ms, tokens or images a second, × autocast's speed, peak MiB, × autocast's, launches, kernels' ms, waits, reads"
+COLUMNS = (
+    "ms, tokens or images a second, × autocast's speed, peak MiB, × autocast's, launches, "
+    "kernels' ms, waits, reads"
+)
 
 
 def show_rows(rows: list[dict]) -> None:

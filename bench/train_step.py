@@ -47,7 +47,7 @@ from fastai.tabular.model import TabularModel
 from fastai.text.models.awdlstm import AWD_LSTM, awd_lstm_lm_config
 from fastai.text.models.core import get_language_model
 from fastai.vision.models.xresnet import xresnet18, xresnet50
-from models import LM, ViT, images, loss_of, words
+from networks import LM, ViT, images, loss_of, words
 from peak_memory import PeakMemory
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
