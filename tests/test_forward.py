@@ -275,6 +275,25 @@ def test_arguments_arrive_as_they_are_passed(dtype):
 
 
 @both
+def test_products_that_autocast_leaves_in_float32_do_not_round_their_operands(dtype):
+    class Distances(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(1, 1)
+
+        def forward(self, a, b):
+            one = a.flatten(), b.flatten()
+            dots = a[0].dot(b[0]), torch.inner(*one), torch.tensordot(*one, 1)
+            return torch.stack(dots), torch.cdist(a, b)
+
+    a, b = 100 + torch.randn(4, 3), 100 + torch.randn(4, 3)
+    model = model2half(Distances(), dtype)
+    goal = model(a, b)
+    install_forward(model, Policy(dtype))
+    assert_same(model(a, b), goal)
+
+
+@both
 def test_without_autocast_all_floats_are_cast(dtype):
     class Takes(Sees):
         def forward(self, x, labels):

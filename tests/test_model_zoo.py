@@ -321,12 +321,12 @@ def losses_of_a_detector(name, dtype=None, autocast=False):
     """Return the boxes and losses of a detector in its first batch, after which it took a step."""
     models = pytest.importorskip("torchvision").models.detection
     torch.manual_seed(0)
-    sizes = dict(weights=None, weights_backbone=None, num_classes=3, min_size=64, max_size=64)
+    sizes = dict(weights=None, weights_backbone=None, num_classes=3, min_size=160, max_size=160)
     net = getattr(models, DETECTORS[name])(**sizes)
     for m in net.modules():
         if isinstance(m, nn.modules.batchnorm._BatchNorm):
             m.eval()
-    targets = [{"boxes": torch.tensor([[3.3, 5.7, 40.1, 50.9]]), "labels": torch.tensor([1])}]
+    targets = [{"boxes": torch.tensor([[13.3, 25.7, 140.1, 150.9]]), "labels": torch.tensor([1])}]
     opt = torch.optim.SGD(net.parameters(), 0.001)
     if dtype is not None:
         net, opt = with_masters(net, opt, dtype=dtype)
@@ -334,7 +334,7 @@ def losses_of_a_detector(name, dtype=None, autocast=False):
     seen = []
     net.transform.register_forward_hook(lambda m, args, out: seen.append(out[1][0]["boxes"]))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = net([torch.rand(3, 64, 64)], targets)
+        found = net([torch.rand(3, 160, 160)], targets)
     if not autocast:
         sum(found.values()).backward()
         opt.step()

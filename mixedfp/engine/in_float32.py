@@ -55,7 +55,9 @@ PRODUCTS = frozenset(
     multi_head_attention_forward lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split()
 )
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
-_SOFTMAX = frozenset("softmax log_softmax softmin gumbel_softmax sigmoid".split())
+# autocast computes these in float32, and these in the widest dtype that they are given
+_IN_FLOAT = frozenset("softmax log_softmax softmin gumbel_softmax sigmoid cdist avg_pool3d".split())
+_WIDEST = frozenset("dot vdot inner bilinear tensordot".split())
 
 # %% ../../nbs/engine/01_in_float32.ipynb #f32mode1
 class InFloat32(TorchFunctionMode):
@@ -74,7 +76,7 @@ class InFloat32(TorchFunctionMode):
     ):
         super().__init__()
         self.dtype, self.products = dtype, products
-        always = _RECURRENT | _SOFTMAX | {"embedding"}
+        always = _RECURRENT | _IN_FLOAT | {"embedding"}
         self.names = always | PRODUCTS if products else always
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
@@ -89,9 +91,11 @@ class InFloat32(TorchFunctionMode):
         if name == "embedding":
             return self._look_up(func, args, kwargs)
         is_autocast = torch.is_autocast_enabled("cpu")
+        if is_autocast and name in _IN_FLOAT:
+            return _call(func, to_float((args, kwargs)))
         if name in PRODUCTS or name in _RECURRENT:
             return self._multiply(func, (args, kwargs), is_autocast)
-        return _call(func, to_float((args, kwargs))) if is_autocast else func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _look_up(self, func, args, kwargs):
         "Look rows up, and sum their gradients in float32; in bfloat16 a count stops at 256."
@@ -107,6 +111,8 @@ class InFloat32(TorchFunctionMode):
         floats = _float_dtypes(inputs)
         if not floats or not floats <= (_NARROW if is_autocast else {self.dtype}):
             return func(*inputs[0], **inputs[1])  # PyTorch may raise
+        if is_autocast and func.__name__ in _WIDEST and torch.float32 in floats:
+            return _call(func, to_float(inputs))
         if is_autocast:
             inputs = cast_floats(inputs, self.dtype)
         if func.__name__ in _RECURRENT:
