@@ -372,7 +372,7 @@ class LayerwiseGradientScaler:
         self._search = _Search(self.dtype)
         self._hooks.begin(self._search.look if self.auto_steps_left else None)
         params = {p for info in self._scaled for p in info.layer.parameters()}
-        bare = sum(p.dtype == torch.float16 and p.grad_dtype != torch.float32 for p in params)
+        bare = sum(p.dtype == p.grad_dtype == torch.float16 for p in params)
         if bare:
             warn_once(
                 f"{bare} parameters of layers with scales have float16 gradients, which may flush "

@@ -75,6 +75,10 @@ def _unscale(optimizer, scale):
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
+    for p in params:
+        narrow = p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16)
+        if narrow and p.grad_dtype is None:  # of a model with masters
+            p.grad = p.grad.float()
     grads = [p.grad for p in params if p.grad is not None]
     if any(g.dtype is torch.float16 for g in grads):
         refused = _names(optimizer, lambda g: g.dtype is torch.float16)
@@ -83,10 +87,6 @@ def _unscale(optimizer, scale):
             "would flush to zero. Use float32 masters, with_masters(model, optimizer); with "
             "half_grads=True leave unscale_() out"
         )
-    for p in params:
-        if p.grad is not None and p.grad.dtype is torch.bfloat16 and p.grad_dtype is None:
-            p.grad = p.grad.float()  # a model with masters takes gradients of any dtype
-    grads = [p.grad for p in params if p.grad is not None]
     return _agreed(any_nonfinite(grads, 1 / scale), params), 1.0
 
 

@@ -162,7 +162,7 @@ class MasterStep:
                 if inv_scale is not None:
                     torch._foreach_mul_(grads_of(self.core), inv_scale)
                 done = self._step_raw()
-        self.masters.snapshot.save()
+        self._end(skipped=False)
         self.masters.skips.record.add_step(False)
         return done if loss is None else loss
 
@@ -223,7 +223,7 @@ class MasterStep:
         if is_mine:
             self._count_skip()
         else:
-            self.masters.snapshot.save()
+            self._end(skipped=False)
             self.masters.skips.record.add_step(False)
         return done
 
@@ -231,12 +231,18 @@ class MasterStep:
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
         self.is_checked, self.scale, self.has_scaler = False, None, True
         count_as_stepped(self.core)
-        self.masters.snapshot.restore()
+        self._end(skipped=True)
         self.masters.skips.record.add_step(True)
+
+    def _end(self, skipped):
+        "Save the buffers, or restore them; gradients may have any dtype until the next pass."
+        snapshot = self.masters.snapshot
+        snapshot.restore() if skipped else snapshot.save()
+        self.masters.gradients.end_step()
 
     def _count_skip(self):
         self.is_checked, self.scale = False, None
-        self.masters.snapshot.restore()
+        self._end(skipped=True)
         self.masters.skips.add(True)
         me: Any = self  # has `param_groups`, like an optimizer
         self.masters.skips.check(me)
@@ -353,7 +359,7 @@ class MixedStep:
             self._masters = masters = Masters(model, self.policy)
             self.layers = _make_layers(model, self.layer_scales, self.policy.dtype)
             masters.snapshot = BufferSnapshot(model)
-            install_forward(model, self.policy, self.layers, masters.sync)
+            install_forward(model, self.policy, self.layers, masters.begin_forward)
             if self.policy.dtype != torch.float32:
                 join_ddp(masters)
         self._masters.sync()

@@ -10,14 +10,16 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from mixedfp.engine.gradients import Gradients
 from mixedfp.optimizer import with_masters
+from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLAT = dict(flat_master=True)
 LAYOUTS = pytest.mark.parametrize("how", [{}, FLAT], ids=["each", "flat"])
 
@@ -201,46 +203,66 @@ def test_an_optimizer_that_steps_in_the_backward_pass_takes_16_bit_gradients(how
 # Gradients that somebody sets
 
 
+BOTH = pytest.mark.parametrize("name", ["bf16", "fp16"])
+
+
+@BOTH
 @LAYOUTS
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32, torch.float64], ids=str)
-def test_a_gradient_of_any_dtype_is_taken(how, dtype):
-    model, opt = make(**how)
-    goal, goal_opt = make(**how)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64], ids=str)
+def test_a_gradient_of_any_dtype_is_taken(how, dtype, name):
+    model, opt = make(name, **how)
+    goal, goal_opt = make(name, **how)
     for one, grad_dtype in ((model, dtype), (goal, FP32)):
         torch.manual_seed(1)
         for p in one.parameters():
-            p.grad = torch.randn(p.shape).to(BF16).to(grad_dtype)
+            p.grad = torch.randint(-9, 9, p.shape).to(grad_dtype)
     opt.step()
     goal_opt.step()
     assert_same(dict(model.state_dict()), dict(goal.state_dict()))
 
 
-def test_a_gradient_like_its_parameter_is_added_to():
-    model, _ = make()
-    goal = sums(model, 1)
+@BOTH
+def test_a_gradient_like_its_parameter_is_added_to(name):
+    (model, _), (other, _) = make(name), make(name)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    loss_of(model).backward()
-    assert_same(grads(model), goal)
+    for one in (model, other):
+        loss_of(one).backward()
+    assert_same(grads(model), grads(other))
 
 
+def step(model, opt, scaler, i):
+    """Train on batch `i`."""
+    opt.zero_grad()
+    scaler.scale(loss_of(model, i)).backward()
+    scaler.step(opt)
+    scaler.update()
+
+
+@BOTH
 @LAYOUTS
-def test_pytorchs_own_state_dict_saves_and_resumes(how):
+@pytest.mark.parametrize("n", [0, 2])
+def test_pytorchs_distributed_checkpoint_saves_and_resumes(n, how, name, tmp_path):
     """It sets the gradients of a fresh optimizer to zeros like the parameters."""
-    model, opt = make(**how)
-    get_state_dict(model, opt)
-    for i in range(2):
-        opt.zero_grad()
-        loss_of(model, i).backward()
-        opt.step()
-    kept = copy.deepcopy(get_state_dict(model, opt))
-    twin, twin_opt = make(**how)
-    set_state_dict(twin, twin_opt, model_state_dict=kept[0], optim_state_dict=kept[1])
-    for one, its_opt in ((model, opt), (twin, twin_opt)):
-        its_opt.zero_grad()
-        loss_of(one, 3).backward()
-        its_opt.step()
+    scaler = LossScaler(init_scale=8.0, enabled=name == "fp16")
+    model, opt = make(name, **how)
+    for i in range(n):
+        step(model, opt, scaler, i)
+    state = dict(zip(("model", "opt"), get_state_dict(model, opt), strict=True))
+    assert {v.dtype for v in state["model"].values()} == {FP32}
+    dcp.save(state, checkpoint_id=tmp_path)
+    twin, twin_opt = make(name, **how)
+    with torch.no_grad():
+        twin[0].weight.zero_()  # not what the file holds
+    found = dict(zip(("model", "opt"), get_state_dict(twin, twin_opt), strict=True))
+    dcp.load(found, checkpoint_id=tmp_path)
+    set_state_dict(twin, twin_opt, model_state_dict=found["model"], optim_state_dict=found["opt"])
     assert_same(dict(twin.state_dict()), dict(model.state_dict()))
+    for i in range(n, n + 2):
+        step(model, opt, scaler, i)
+        step(twin, twin_opt, scaler, i)
+    assert_same(dict(twin.state_dict()), dict(model.state_dict()))
+    assert_same(twin_opt.state_dict()["state"], opt.state_dict()["state"])
 
 
 def test_a_wrong_gradient_is_pytorchs_own_error():
@@ -251,6 +273,40 @@ def test_a_wrong_gradient_is_pytorchs_own_error():
         model[0].weight.grad = "none"
     loss_of(model).backward()
     opt.step()
+
+
+# In float16 gradients are float32 on arrival, from a forward pass to the step
+
+
+def test_in_float16_tiny_gradients_add_up_and_a_penalty_is_not_zero():
+    model, opt = make("fp16")
+    params = list(model.parameters())
+    x = torch.randn(32, 8)
+    loss = model(x).square().mean() * 1e-7
+    found = torch.autograd.grad(loss * 2.0**10, params, create_graph=True)
+    assert {g.dtype for g in found} == {FP32}
+    assert all((g * 2.0**-10).abs().max() > 0 for g in found)  # float16 would flush them to zero
+    opt.step()
+    assert {p.grad_dtype for p in params} == {None}
+
+
+def test_in_float16_what_is_assigned_before_a_pass_is_widened_by_it():
+    model, _ = make("fp16")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with torch.no_grad():
+        model(torch.randn(2, 8))  # no gradients will follow
+    assert {g.dtype for g in grads(model)} == {FP16}
+    model(torch.randn(2, 8))
+    assert {g.dtype for g in grads(model)} == {FP32}
+
+
+def test_in_float16_a_compiled_models_gradients_are_float32_after_the_pass():
+    model, _ = make("fp16")
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        called(torch.randn(2, 8)).sum().backward()
+    assert {g.dtype for g in grads(model)} == {FP32}
 
 
 # What is left

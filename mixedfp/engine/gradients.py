@@ -54,12 +54,12 @@ class Gradients:
         self.policy, self.handles = policy, []
         self.arrived: list[Parameter] = []  # their gradients are to be widened
         self.callback: Any = _nothing  # a weak reference to that of the backward pass
-        narrow = [p for p in params if p.dtype in NARROW]
-        casts = policy.dtype == torch.float16 and not policy.half_grads
-        for p in narrow:
-            p.grad_dtype = torch.float32 if casts else None
+        self.narrow = [p for p in params if p.dtype in NARROW]
+        self.casts = policy.dtype == torch.float16 and not policy.half_grads
+        self.are_cast = True
+        self.end_step()
         # those that wait for a hook: a frozen parameter takes none
-        self.waiting = [] if casts or policy.half_grads else narrow
+        self.waiting = [] if policy.half_grads else self.narrow
         self.watch()
 
     def dtype_of(self, p: Parameter) -> torch.dtype:
@@ -78,11 +78,28 @@ class Gradients:
         arrived, self.arrived = self.arrived, []
         widen(arrived)
 
+    def begin_forward(self) -> None:
+        "In float16 let gradients be float32 on arrival, until `end_step`."
+        if self.casts and not self.are_cast and torch.is_grad_enabled():
+            with torch.no_grad():
+                widen(self.narrow)
+            self._set(torch.float32)
+
+    def end_step(self) -> None:
+        "Let other code assign gradients of any dtype."
+        if self.are_cast:
+            self._set(None)
+
+    def _set(self, dtype):
+        self.are_cast = dtype is not None
+        for p in self.narrow:
+            p.grad_dtype = dtype
+
     def release(self) -> None:
         "Remove the hooks."
         for handle in self.handles:
             handle.remove()
-        self.handles, self.waiting, self.arrived = [], [], []
+        self.handles, self.waiting, self.arrived, self.narrow = [], [], [], []
 
 
 def _nothing():

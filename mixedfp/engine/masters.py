@@ -306,6 +306,11 @@ class Masters:
                 self._adopt(i)
         self.note()
 
+    def begin_forward(self) -> None:
+        "Adopt what other code has written, and prepare for the gradients of a forward pass."
+        self.sync()
+        self.gradients.begin_forward()
+
     def param_lists(
         self,
         groups: list[list[Parameter]],  # of an optimizer
