@@ -10,6 +10,7 @@ import copy
 import ctypes
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -95,22 +96,26 @@ def any_nonfinite(
     grads: list[Tensor],  # dense or sparse; multiplied in place
     factor: float = 1.0,  # 1 for a check only: the unscaling kernel is also the fastest check
 ) -> bool:
-    "Whether one of `grads` contains inf or nan. Sync: one number per device."
-    kinds, flags = {}, {}
+    "Whether one of `grads` contains inf or nan. Sync: one read per device."
+    kinds, flags, norms = defaultdict(list), defaultdict(list), defaultdict(list)
     for g in grads:
         is_usual = type(g) is Tensor and not (g.is_sparse or g.is_complex())
-        for part in [g] if is_usual else _for_kernel(g):
-            kinds.setdefault((part.device, part.dtype), []).append(part)
+        for part in (g,) if is_usual else _for_kernel(g):
+            kinds[part.device, part.dtype].append(part)
     for (device, dtype), parts in kinds.items():
-        flag = flags.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         if dtype == torch.bfloat16 and device.type == "cuda":  # the kernel has no bfloat16 there
             if factor != 1:
                 torch._foreach_mul_(parts, factor)
-            largest = torch.stack(private.norm_of_each(parts, math.inf)).amax()
-            flag.add_(largest * 0)  # nan if it is inf or nan
+            norms[device] += private.norm_of_each(parts, math.inf, torch.float32)
         else:
-            private.unscale_each_(parts, torch.full_like(flag, factor), flag)
-    return any(flag.item() != 0 for flag in flags.values())
+            flag, scale = torch.linspace(0, factor, 2, dtype=torch.float32, device=device)
+            private.unscale_each_(parts, scale, flag)
+            flags[device].append(flag)
+    found = False
+    for device in {device for device, _ in kinds}:
+        n, read = len(flags[device]), torch.stack([*flags[device], *norms[device]]).tolist()
+        found |= any(read[:n]) or not all(map(math.isfinite, read[n:]))
+    return found
 
 
 def _for_kernel(grad):

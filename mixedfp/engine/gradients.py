@@ -9,7 +9,6 @@ __all__ = ['GROUP', 'NARROW', 'widen', 'Gradients']
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -26,9 +25,9 @@ def widen(
     params: Iterable[Parameter],  # with or without gradients, of any dtype
 ) -> None:
     "Replace the gradients of 16-bit `params` by float32 ones."
-    narrow = [p for p in params if p.grad is not None and p.dtype in NARROW]
-    narrow = [p for p in narrow if p.grad.dtype != torch.float32]
-    if torch.is_grad_enabled() or any(p.grad.is_sparse for p in narrow):
+    narrow = [p for p in params if (g := p.grad) is not None and g.dtype is not torch.float32]
+    narrow = [p for p in narrow if p.dtype in NARROW]
+    if torch.is_grad_enabled() or any(p.grad.is_cpu or p.grad.is_sparse for p in narrow):
         for p in narrow:
             p.grad = p.grad.float()
         return
@@ -53,11 +52,10 @@ class Gradients:
     ):
         self.policy, self.handles = policy, []
         self.arrived: list[Parameter] = []  # their gradients are to be widened
-        self.callback: Any = _nothing  # a weak reference to that of the backward pass
+        self.callback: weakref.ref | None = None  # that of the backward pass
         self.narrow = [p for p in params if p.dtype in NARROW]
         self.casts = policy.dtype == torch.float16 and not policy.half_grads
-        self.are_cast = True
-        self.end_step()
+        self._set(None)
         # those that wait for a hook: a frozen parameter takes none
         self.waiting = [] if policy.half_grads else self.narrow
         self.watch()
@@ -102,16 +100,12 @@ class Gradients:
         self.handles, self.waiting, self.arrived, self.narrow = [], [], [], []
 
 
-def _nothing():
-    return None
-
-
 def _arrive(ref, p):
     "The hook of a parameter whose gradient has arrived."
     gradients = ref()
     if gradients is not None:
         gradients.arrived.append(p)
-        if gradients.callback() is None:
+        if gradients.callback is None or gradients.callback() is None:
             callback = partial(_end, ref)
             gradients.callback = weakref.ref(callback)
             at_end_of_backward(callback)
