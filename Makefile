@@ -82,8 +82,7 @@ types: .venv/.dev
 	pyright
 
 test-cuda: .venv/.dev
-	$(ON_CUDA) tests/test_devices.py
-	MIXEDFP_TEST_DEVICE=cuda $(ON_CUDA) tests/test_gpu.py
+	MIXEDFP_TEST_DEVICE=cuda $(ON_CUDA) tests/test_gpu.py tests/test_traffic.py
 
 test-latest: .venv-latest/.installed-$(TODAY)
 	python tools/run_notebooks.py --workers $(WORKERS) $(PAGES_ELSEWHERE)

@@ -3,11 +3,9 @@
 Import it before torch: names of CUDA are looked up in what was loaded first.
 """
 
-import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from simulated_cuda import BUILT, build
 
@@ -47,16 +45,6 @@ def counts() -> Counts:
 
 def _counter(name):
     return ctypes.c_long.in_dll(_library, f"simulated_{name}")
-
-
-@contextlib.contextmanager
-def traced(path: Any) -> Iterator[None]:
-    """Write each launch, wait and copy into the file `path`, a line each, with its name."""
-    _library.simulated_trace(str(path).encode())
-    try:
-        yield
-    finally:
-        _library.simulated_trace(b"")
 
 
 def _tensors(arg):

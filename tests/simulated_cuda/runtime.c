@@ -25,23 +25,8 @@ enum { GIB = 8, COMPUTE_CAPABILITY = 9, N_PROCESSORS = 132, SHARED_MEMORY = 2324
 
 API long simulated_launches, simulated_waits, simulated_copies, simulated_pageable_copies;
 
-static FILE *trace;
-
-// Write from now on what happens into the file `path`, a line each; none: no longer.
-API void simulated_trace(const char *path) {
-    if (trace) fclose(trace);
-    trace = path && *path ? fopen(path, "w") : NULL;
-}
-
-static void note(const char *what, const char *which) {
-    if (!trace) return;
-    fprintf(trace, "%s %s\n", what, which);
-    fflush(trace);
-}
-
-static cudaError_t wait_for_device(const char *by) {
+static cudaError_t wait_for_device(void) {
     simulated_waits++;
-    note("wait", by);
     return cudaSuccess;
 }
 
@@ -104,7 +89,7 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return cudaSuccess;
 }
 API cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { (void)a, (void)b; *can = 0; return cudaSuccess; }
-API cudaError_t cudaDeviceSynchronize(void) { return wait_for_device("cudaDeviceSynchronize"); }
+API cudaError_t cudaDeviceSynchronize(void) { return wait_for_device(); }
 API cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 API cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
 
@@ -188,34 +173,32 @@ API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const 
 
 // ---- copies
 
-static cudaError_t copy(void *to, const void *from, size_t size, const char *by) {
+static cudaError_t copy(void *to, const void *from, size_t size) {
     if (!size) return cudaSuccess;  // PyTorch copies what an empty tensor held before it grows
     int source = owner_of(from), target = owner_of(to);
     int is_pageable = (source >= 0 && target == PAGEABLE) || (source == PAGEABLE && target >= 0);
     simulated_copies++;
     simulated_pageable_copies += is_pageable;
-    note(is_pageable ? "pageable copy" : "copy", by);
     memmove(to, from, size);
     return cudaSuccess;
 }
 
 API cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
     (void)kind;
-    wait_for_device("cudaMemcpy");
-    return copy(to, from, size, "cudaMemcpy");
+    wait_for_device();
+    return copy(to, from, size);
 }
 API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t s) {
     (void)kind, (void)s;
-    return copy(to, from, size, "cudaMemcpyAsync");
+    return copy(to, from, size);
 }
 API cudaError_t cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t size, cudaStream_t s) {
     (void)a, (void)b, (void)s;
-    return copy(to, from, size, "cudaMemcpyPeerAsync");
+    return copy(to, from, size);
 }
 API cudaError_t cudaMemset(void *p, int byte, size_t size) { memset(p, byte, size); return cudaSuccess; }
 API cudaError_t cudaMemsetAsync(void *p, int byte, size_t size, cudaStream_t s) {
     (void)s;
-    note("memset", "");
     memset(p, byte, size);
     return cudaSuccess;
 }
@@ -225,21 +208,11 @@ API cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t 
 }
 API cudaError_t cudaGetSymbolAddress(void **p, const void *symbol) { (void)symbol; return allocate(p, 1 << 16, current_device); }
 
-// ---- kernels: those that PyTorch's libraries bring along say their names when they are loaded
-
-typedef struct { const void *function; const char *name; } Kernel;
-
-static Kernel *kernels;
-static long n_kernels, room_for_kernels;
+// ---- kernels
 
 API void __cudaRegisterFunction(void **binary, const char *function, char *device_function, const char *name,
                                 int limit, uint3 *thread, uint3 *block, dim3 *block_size, dim3 *grid_size, int *warp) {
-    (void)binary, (void)device_function, (void)limit, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp;
-    if (n_kernels == room_for_kernels) {
-        room_for_kernels = room_for_kernels ? 2 * room_for_kernels : 1024;
-        kernels = realloc(kernels, room_for_kernels * sizeof *kernels);
-    }
-    kernels[n_kernels++] = (Kernel){function, strdup(name)};
+    (void)binary, (void)function, (void)name, (void)device_function, (void)limit, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp;
 }
 API void **__cudaRegisterFatBinary(void *binary) { static void *handle[1]; (void)binary; return handle; }
 API void __cudaRegisterFatBinaryEnd(void **handle) { (void)handle; }
@@ -249,11 +222,8 @@ API void __cudaRegisterVar(void **h, char *host, char *device, const char *name,
 }
 
 static cudaError_t launch(const void *function) {
-    const char *name = "?";
-    for (long i = 0; trace && i < n_kernels; i++)
-        if (kernels[i].function == function) name = kernels[i].name;
+    (void)function;
     simulated_launches++;
-    note("kernel", name);
     return cudaSuccess;
 }
 
@@ -317,7 +287,7 @@ API cudaError_t cudaStreamCreate(cudaStream_t *s) { *s = handle(); return cudaSu
 API cudaError_t cudaStreamDestroy(cudaStream_t s) { free(s); return cudaSuccess; }
 API cudaError_t cudaStreamQuery(cudaStream_t s) { (void)s; return cudaSuccess; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t s, int *priority) { (void)s; *priority = 0; return cudaSuccess; }
-API cudaError_t cudaStreamSynchronize(cudaStream_t s) { (void)s; return wait_for_device("cudaStreamSynchronize"); }
+API cudaError_t cudaStreamSynchronize(cudaStream_t s) { (void)s; return wait_for_device(); }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) { (void)s, (void)e, (void)flags; return cudaSuccess; }
 API cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) {
     (void)s;
@@ -338,7 +308,7 @@ API cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return cudaSuccess; }
 API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { (void)e, (void)s; return cudaSuccess; }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flags) { (void)e, (void)s, (void)flags; return cudaSuccess; }
 API cudaError_t cudaEventQuery(cudaEvent_t e) { (void)e; return cudaSuccess; }
-API cudaError_t cudaEventSynchronize(cudaEvent_t e) { (void)e; return wait_for_device("cudaEventSynchronize"); }
+API cudaError_t cudaEventSynchronize(cudaEvent_t e) { (void)e; return wait_for_device(); }
 API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { (void)a, (void)b; *ms = 1; return cudaSuccess; }
 
 // ---- the driver: found by its name, libcuda.so.1, which this library has too
@@ -389,9 +359,8 @@ API CUresult cuFuncSetCacheConfig(CUfunction f, CUfunc_cache config) { (void)f, 
 API CUresult cuOccupancyMaxActiveClusters(int *n, CUfunction f, const CUlaunchConfig *config) { (void)f, (void)config; *n = 1; return CUDA_SUCCESS; }
 API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction f, int block, size_t shared) { (void)f, (void)block, (void)shared; *n = 2; return CUDA_SUCCESS; }
 API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **args, void **extra) {
-    (void)config, (void)args, (void)extra;
+    (void)config, (void)f, (void)args, (void)extra;
     simulated_launches++;
-    note("kernel", (const char *)f);
     return CUDA_SUCCESS;
 }
 API CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,

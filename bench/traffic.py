@@ -1,0 +1,187 @@
+"""Counts what a training step asks of a GPU, without one: launches, waits, bytes, peak memory.
+
+    python bench/traffic.py                     # writes bench/results/traffic.json, 2 minutes
+
+PyTorch's CUDA code runs on a simulated runtime (`tests/simulated_cuda`), which counts the kernels
+it launches; no kernel computes. Products, convolutions and attention belong to libraries that need
+a real driver: they are counted by name (`products`), and are the same in all modes. Bytes are those
+of the operands and results of every operation that is not a view, products included; the peak is
+that of live tensors. The third step is counted, from the forward pass to its end, with AdamW fused.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import weakref
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
+
+from simulated_cuda import device  # noqa: E402
+
+# isort: split
+import torch  # noqa: E402
+from networks import LM, ViT, images, loss_of, words  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
+
+from mixedfp.optimizer import with_masters  # noqa: E402
+
+B16 = torch.bfloat16
+FLAT = dict(flat_master=True)
+SMALL = FLAT | dict(half_grads=True, store_param_remainders=True)
+STATES = dict(state_dtype={"exp_avg": B16, "exp_avg_sq": B16})
+MODES: dict[str, dict | None] = {  # how masters are kept; None: no masters
+    "autocast": None,
+    "a master each": {},
+    "flat": FLAT,
+    "flat, half gradients": FLAT | dict(half_grads=True),
+    "flat, remainders, half gradients": SMALL,
+    "flat, remainders, half gradients, 16-bit states": SMALL | STATES,
+}
+
+
+def resnet() -> nn.Module:
+    """Build torchvision's ResNet-50."""
+    from torchvision import models
+
+    return models.resnet50()
+
+
+MODELS = {
+    "lm": (LM, partial(words, 16, 256, 8000)),
+    "vit": (partial(ViT, 12, 384, 6, 224, 16, 1000), partial(images, 32, 224, 1000)),
+    "resnet": (resnet, partial(images, 32, 224, 1000)),
+}
+
+# of cuBLAS, cuDNN and the libraries of attention
+PRODUCTS = frozenset(
+    """mm addmm bmm baddbmm convolution convolution_backward _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_backward""".split()
+)
+BY_SHAPE = PRODUCTS | {"embedding_dense_backward"}  # whose kernels wait for a library that sorts
+
+
+class Traffic(TorchDispatchMode):
+    """Counts products, bytes moved and live bytes of the operations inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.moved, self.now, self.peak = 0, 0, 0, 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run `func`, or let its result be memory that nobody has written."""
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        out = _empty_result(func, args, kwargs) if name in BY_SHAPE else func(*args, **kwargs)
+        operands, results = _tensors((args, kwargs)), _tensors(out)
+        if any(t.is_cuda for t in operands):  # the host reads zeros: no step is skipped
+            out = 0.0 if isinstance(out, float) else out
+            for t in results:
+                if not t.is_cuda:
+                    t.zero_()
+        self.products += name in PRODUCTS
+        for t in results:
+            self._hold(t.untyped_storage())
+        there = {t.untyped_storage()._cdata for t in operands}
+        is_view = results and all(t.untyped_storage()._cdata in there for t in results)
+        if func._schema.is_mutable or not is_view:
+            self.moved += sum(t.numel() * t.itemsize for t in (*operands, *results))
+        return out
+
+    def _hold(self, storage):
+        key, n = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.now += n
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, key, n)
+
+    def _free(self, key, n):
+        self.known.discard(key)
+        self.now -= n
+
+
+def _tensors(tree):
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _empty_result(func, args, kwargs):
+    """Return memory for the result of `func`, whose shape PyTorch derives on the meta device."""
+    there = next(t.device for t in _tensors(args) if t.is_cuda)
+    args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+
+    def made(t):
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=there)
+
+    return tree_map_only(Tensor, made, func(*args, **kwargs))
+
+
+def make(name: str, mode: str) -> tuple[nn.Module, Any, tuple, Tensor]:
+    """Return a model on the simulated GPU, its optimizer, and a batch of inputs and targets."""
+    torch.manual_seed(0)
+    build, batch = MODELS[name]
+    model = build().cuda()
+    opt: Any = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    how = MODES[mode]
+    if how is not None:
+        model, opt = with_masters(model, opt, dtype=B16, **how)
+    inputs, y = batch()
+    return model, opt, tuple(x.cuda() for x in inputs), y.cuda()
+
+
+def count(name: str, mode: str) -> dict:
+    """Count the third step of a model in a mode; bytes in MB, the peak in MiB."""
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(True)
+    seen, at = Traffic(), [device.counts()]
+    try:
+        with seen:
+            model, opt, inputs, y = make(name, mode)
+            for _ in range(3):
+                seen.products = seen.moved = 0
+                seen.peak, at = seen.now, [device.counts()]
+                with torch.autocast("cuda", B16, enabled=MODES[mode] is None):
+                    pred = model(*inputs)
+                at.append(device.counts())
+                loss_of(pred, y).backward()
+                at.append(device.counts())
+                opt.step()
+                at.append(device.counts())
+                opt.zero_grad()
+                del pred
+    finally:
+        torch.backends.cuda.enable_flash_sdp(flash)
+    parts = [(b - a).launches for a, b in zip(at, at[1:], strict=False)]
+    row = dict(model=name, mode=mode, parameters=sum(p.numel() for p in model.parameters()))
+    row |= dict(zip(("forward", "backward", "step"), parts, strict=True))
+    row |= dict(launches=sum(parts), waits=(at[-1] - at[0]).waits, products=seen.products)
+    return row | dict(moved_mb=round(seen.moved / 1e6), peak_mib=round(seen.peak / 2**20, 1))
+
+
+def main() -> None:
+    """Count all models in all modes, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "traffic.json")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for name in chosen.models:
+        for mode in MODES:
+            rows.append(count(name, mode))
+            print(*(f"{k} {v}" for k, v in rows[-1].items()), sep=", ", flush=True)
+    about = dict(date=date.today().isoformat(), torch=torch.__version__)
+    chosen.out.write_text(json.dumps(dict(about=about, rows=rows), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,103 @@
+"""What a step asks of a GPU, counted on the simulated one: ours against autocast, fused AdamW."""
+
+import gc
+import json
+import sys
+
+import pytest
+import torch
+from notebooks import ROOT
+
+if "simulated_cuda.device" not in sys.modules:
+    pytest.skip("counts on the simulated GPU", allow_module_level=True)
+
+sys.path.append(str(ROOT / "bench"))
+import traffic  # noqa: E402
+from networks import LM, loss_of  # noqa: E402
+
+from mixedfp.memory import memory_of  # noqa: E402
+from mixedfp.optimizer import with_masters  # noqa: E402
+from mixedfp.scaler import any_nonfinite  # noqa: E402
+
+EACH, FLAT, HALF, CUT, SMALLEST = list(traffic.MODES)[1:]
+
+
+@pytest.fixture(autouse=True)
+def simulated_cuda():
+    """Without the numbers that the plugin has the CPU compute: they are not looked at."""
+
+
+# launches, bytes and peak by those of autocast. The peak is that of the logits, in float32 in ours
+LIMITS = {
+    "lm": {
+        EACH: (0.56, 0.91, 1.02),
+        FLAT: (0.56, 0.91, 1.02),
+        HALF: (0.56, 0.88, 1.04),
+        SMALLEST: (0.70, 1.21, 0.94),
+    },
+    "vit": {FLAT: (0.56, 0.82, 0.92), SMALLEST: (0.61, 0.98, 0.88)},
+    "resnet": {FLAT: (0.83, 1.03, 1.01), SMALLEST: (0.95, 1.17, 0.96)},
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_step_asks_for_less_than_under_autocast(name):
+    plain = traffic.count(name, "autocast")
+    assert plain["waits"] == 0
+    for mode, limits in LIMITS[name].items():
+        ours = traffic.count(name, mode)
+        found = [ours[k] / plain[k] for k in ("launches", "moved_mb", "peak_mib")]
+        print(name, mode, [round(f, 3) for f in found])
+        assert all(f <= limit for f, limit in zip(found, limits, strict=True)), (found, limits)
+        assert ours["waits"] == 1  # for the check
+        assert ours["products"] == plain["products"]
+        assert_is_what_the_page_shows(ours)
+
+
+def assert_is_what_the_page_shows(row):
+    """Assert that `bench/results/traffic.json` holds these counts, if its PyTorch is ours."""
+    kept = json.loads((ROOT / "bench" / "results" / "traffic.json").read_text())
+    if kept["about"]["torch"] == torch.__version__:
+        assert row in kept["rows"]
+
+
+def test_the_check_takes_at_most_four_launches_and_one_read():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        grads = [torch.empty(2**16, dtype=dtype, device="cuda") for _ in range(90)]
+        with traffic.Traffic():
+            before = traffic.device.counts()
+            any_nonfinite(grads)
+            found = traffic.device.counts() - before
+        assert found.launches <= 4 and found.waits == 1, (dtype, found)
+
+
+SETTINGS = {
+    "masters": {},
+    "remainders": traffic.FLAT | dict(store_param_remainders=True),
+    "and 16-bit gradients": traffic.SMALL,
+    "and 16-bit states": traffic.SMALL | traffic.STATES,
+}
+
+
+@pytest.mark.parametrize("mode", SETTINGS)
+def test_a_gpu_holds_the_bytes_that_mixedfp_memory_works_out(mode, monkeypatch):
+    monkeypatch.setattr("mixedfp.engine.flat.GPU_CHUNK", 2**16)  # scratch of one size, left out
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    row = memory_of(LM(n_layers=2), ids).rows[mode]
+    gc.collect()
+    with traffic.Traffic() as seen:
+        model = LM(n_layers=2).cuda()
+        opt = torch.optim.AdamW(model.parameters(), fused=True)
+        model, opt = with_masters(model, opt, dtype="bf16", **SETTINGS[mode])
+        gc.collect()
+        held, x = seen.now, ids.cuda()
+        out = model(x)
+        loss = loss_of(out, x)
+        active = seen.now - held
+        loss.backward()
+        del out, loss
+        opt.step()
+        gc.collect()
+    roles = "weights", "masters", "gradients", "states", "buffers"
+    assert seen.now == pytest.approx(sum(row[role] for role in roles), rel=0.03)
+    assert active == pytest.approx(row["activations"], rel=0.10)
