@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
+from laws import DTYPES, small_chunks
 from nets import LAYERS, STEMS, Layer, Net
+
+from mixedfp.testing import assert_same
 
 KINDS = tuple(k for k in LAYERS if k != "complex")  # PyTorch's scaler and clipping refuse it
 
@@ -102,6 +105,35 @@ def check_seed(
         if found is not None:
             small = shrink(program, lambda p: kind(check(p, law)) == kind(found))  # noqa: B023
             raise Failure(f"seed {seed}, {law}: {check(small, law)}\n  {small!r}")
+
+
+# The laws: how a program is run, and which run it has to equal
+
+LAWS = {
+    "float32, a master each": (("float32", False), None),
+    "float32, flat": (("float32", True), None),
+    "16 bits, flat": (("half", True), ("half", False)),
+}
+INVALID: list[str] = []  # why plain training did not take a program
+
+
+def check(program: Any, law: str) -> str | None:
+    """Return how `program` breaks `law`, None where it does not, or where the law says nothing."""
+    (dtype, flat), other = LAWS[law]
+    dtype = DTYPES[program.dtype if dtype == "half" else dtype]
+    try:
+        expected = plain_run(program)
+    except Exception as e:
+        return INVALID.append(f"{type(e).__name__}: {e}")
+    with small_chunks(program.cut):
+        try:
+            if other is not None:
+                expected = program.run(dtype, other[1])
+            run = program.run(dtype, flat)
+            for a, b in zip(run, expected, strict=True):
+                assert_same(a, b, name="log")
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
 
 
 @lru_cache(maxsize=1)

@@ -11,9 +11,8 @@ import pickle
 from typing import NamedTuple
 
 import torch
-from laws import DTYPES, small_chunks
 from nets import Net
-from programs import in_groups, plain_run, random_groups, random_net
+from programs import in_groups, random_groups, random_net
 from tiny import plain
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -561,32 +560,3 @@ def by_hand(rng):
         dtype=rng.choice(["float16", "bfloat16"]),
         cut=rng.choice([16, 64, 2**18]),
     )
-
-
-# The laws: how a program is run, and which run it has to equal
-
-LAWS = {
-    "float32, a master each": (("float32", False), None),
-    "float32, flat": (("float32", True), None),
-    "16 bits, flat": (("half", True), ("half", False)),
-}
-INVALID: list[str] = []  # why plain training did not take a program
-
-
-def check(program, law):
-    """Return how `program` breaks `law`, None where it does not, or where the law says nothing."""
-    (dtype, flat), other = LAWS[law]
-    dtype = DTYPES[program.dtype if dtype == "half" else dtype]
-    try:
-        expected = plain_run(program)
-    except Exception as e:
-        return INVALID.append(f"{type(e).__name__}: {e}")
-    with small_chunks(program.cut):
-        try:
-            if other is not None:
-                expected = program.run(dtype, other[1])
-            run = program.run(dtype, flat)
-            for a, b in zip(run, expected, strict=True):
-                assert_same(a, b, name="log")
-        except Exception as e:
-            return f"{type(e).__name__}: {e}"

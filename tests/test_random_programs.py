@@ -14,33 +14,32 @@ from typing import NamedTuple
 import programs_by_hand
 import programs_fastai
 import pytest
-from programs import Failure, check_seed, shrink, smaller
+from programs import INVALID, LAWS, Failure, check, check_seed, shrink, smaller
 
-HAND = programs_by_hand.by_hand, programs_by_hand.check, programs_by_hand.LAWS
-FASTAI = programs_fastai.with_fastai, programs_fastai.check, programs_fastai.LAWS
+MAKE = {"by_hand": programs_by_hand.by_hand, "fastai": programs_fastai.with_fastai}
 
 
-def check_seeds(seeds, make, check, laws):
+def check_seeds(seeds, kind):
     """Check these programs; plain training has to take all of them but a few."""
-    invalid, not_taken = sys.modules[check.__module__].INVALID, {}
+    not_taken = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's and fastai's, of orders that are made up
         for seed in seeds:
-            invalid.clear()
-            check_seed(seed, make, check, laws)
-            if invalid:  # a line for each law
-                not_taken[seed] = invalid[0]
+            INVALID.clear()
+            check_seed(seed, MAKE[kind], check, LAWS)
+            if INVALID:  # a line for each law
+                not_taken[seed] = INVALID[0]
     assert len(not_taken) <= 2, not_taken
 
 
 @pytest.mark.parametrize("start", range(0, 200, 20))
 def test_by_hand(start):
-    check_seeds(range(start, start + 20), *HAND)
+    check_seeds(range(start, start + 20), "by_hand")
 
 
 @pytest.mark.parametrize("start", range(0, 100, 10))
 def test_with_fastai(start):
-    check_seeds(range(start, start + 10), *FASTAI)
+    check_seeds(range(start, start + 10), "fastai")
 
 
 class Word(NamedTuple):
@@ -78,21 +77,19 @@ def test_a_failure_shows_its_seed_and_its_program():
 
 def main(kind, seeds):
     """Check many seeds; return whether a law was broken."""
-    make, check, laws = {"by_hand": HAND, "fastai": FASTAI}[kind]
-    module = sys.modules[check.__module__]
     first, last = map(int, seeds.split("-"))
     failed, began = 0, time.time()
     warnings.simplefilter("ignore")
     logging.getLogger("mixedfp").setLevel(logging.CRITICAL)
     for seed in range(first, last):
         try:
-            check_seed(seed, make, check, laws)
+            check_seed(seed, MAKE[kind], check, LAWS)
         except Failure as e:
             failed += 1
             print(e, flush=True)
     print(
         f"{kind}: {last - first} seeds, {failed} failed, plain training did not take "
-        f"{len(module.INVALID)} runs {Counter(module.INVALID)}; {time.time() - began:.0f} s"
+        f"{len(INVALID)} runs {Counter(INVALID)}; {time.time() - began:.0f} s"
     )
     return failed > 0
 

@@ -9,7 +9,7 @@ import torch
 from fastai.basics import Callback, DataLoaders, Learner, params
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import SGD, Adam, Lamb, Larc, OptimWrapper, QHAdam, RAdam, RMSProp, ranger
-from nets import DEVICE
+from nets import DEVICE, Scale
 from torch import nn
 
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
@@ -38,17 +38,6 @@ LAYERWISE = {"larc": Larc, "lars": partial(Larc, clip=False), "lamb": Lamb}
 OPTIMIZERS = ELEMENTWISE | LAYERWISE
 
 # Models: a few hundred parameters
-
-
-class Scale(nn.Module):
-    """Multiply by a parameter of no dimension."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x):
-        return self.scale * x
 
 
 def conv_net(dropout=0.0):
