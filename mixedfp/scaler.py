@@ -76,9 +76,8 @@ def _unscale(optimizer, scale):
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
-    for p in params:
-        narrow = p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16)
-        if narrow and p.grad_dtype is None:  # of a model with masters
+        is_narrow = p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16)
+        if is_narrow and p.grad_dtype is None:  # of a model with masters
             p.grad = p.grad.float()
     grads = [p.grad for p in params if p.grad is not None]
     if any(g.dtype is torch.float16 for g in grads):

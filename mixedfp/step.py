@@ -25,7 +25,6 @@ from mixedfp.engine.optimizers import (
     evaluates_once,
     grads_of,
     is_elementwise,
-    is_fused,
     own_methods,
     param_lists,
 )
@@ -83,11 +82,11 @@ class MasterStep:
 
     def _takes_chunks(self, policy):
         "Whether the optimizer is stepped in chunks."
-        if not is_elementwise(self.core) or not is_fused(self.core):
-            return is_elementwise(self.core)
         # a fused kernel takes all parameters at once, and needs no gathered gradients; a CPU's
         # rounds the last numbers of a tensor in its own way, so that chunks have other bits
-        return bool(policy.half_grads or policy.store_param_remainders or policy.state_dtype)
+        is_fused = any(g.get("fused") for g in getattr(self.core, "param_groups", ()))
+        is_cut = policy.half_grads or policy.store_param_remainders or policy.state_dtype
+        return is_elementwise(self.core) and (not is_fused or bool(is_cut))
 
     def _install(self):
         core, own = self.core, vars(self.core)
@@ -238,7 +237,8 @@ class MasterStep:
         "Save the buffers, or restore them; gradients may have any dtype until the next pass."
         snapshot = self.masters.snapshot
         snapshot.restore() if skipped else snapshot.save()
-        self.masters.gradients.end_step()
+        if self.masters.gradients.are_cast:
+            self.masters.gradients.end_step()
 
     def _count_skip(self):
         self.is_checked, self.scale = False, None
@@ -359,7 +359,8 @@ class MixedStep:
             self._masters = masters = Masters(model, self.policy)
             self.layers = _make_layers(model, self.layer_scales, self.policy.dtype)
             masters.snapshot = BufferSnapshot(model)
-            install_forward(model, self.policy, self.layers, masters.begin_forward)
+            before = masters.begin_forward if masters.gradients.casts else masters.sync
+            install_forward(model, self.policy, self.layers, before)
             if self.policy.dtype != torch.float32:
                 join_ddp(masters)
         self._masters.sync()

@@ -25,7 +25,7 @@ class BufferSnapshot:
     def save(self) -> None:
         "Copy the buffers that may have changed; `_version` misses writes to floating-point ones."
         kept: dict[tuple, tuple] = {}
-        pairs = defaultdict(list)  # by device and dtype, to copy many at once
+        pairs = defaultdict(dict)  # by device and dtype, to copy many at once
         found = [self.model]  # not `modules()`, which spends most of its time on names
         for m in found:
             found += filter(None, m._modules.values())
@@ -35,12 +35,11 @@ class BufferSnapshot:
                     kept[m, k] = b, version, copy
                 elif b is was and b.shape == copy.shape and b.dtype == copy.dtype:
                     kept[m, k] = b, b._version, copy
-                    pairs[b.device, b.dtype].append((copy, b))
+                    pairs[b.device, b.dtype][copy] = b
                 else:
                     kept[m, k] = b, b._version, b.clone()
         for group in pairs.values():
-            copies, buffers = zip(*group, strict=True)
-            torch._foreach_copy_(copies, buffers)
+            torch._foreach_copy_([*group], [*group.values()])
         self.kept = kept
 
     @torch.no_grad()

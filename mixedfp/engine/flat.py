@@ -227,7 +227,6 @@ def chunk_size(
     return CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
-
 class Chunk:
     "A slice of a vector that one call of the optimizer steps."
 
@@ -305,9 +304,8 @@ class Run:
 
     def cut(self, scratch: Tensor) -> None:  # (2, numbers of a chunk): for gradients and masters
         "Cut this run into chunks."
-        last = self.members[-1]
-        begin, end = self.vector.offsets[self.members[0]], self.vector.offsets[last]
-        end += _room(self.params[-1].numel())
+        begin = self.vector.offsets[self.members[0]]
+        end = self.vector.offsets[self.members[-1]] + _room(self.params[-1].numel())
         size = scratch.shape[1]
         self.chunks = [Chunk(self, a, min(a + size, end), scratch) for a in range(begin, end, size)]
 
@@ -473,9 +471,8 @@ class ChunkLoop:
 
     def export(self, name: str, value: Any) -> Any:
         "Return an entry of a state as a file stores it: in float32, step counts copied."
-        if not isinstance(value, Tensor):
-            return value
-        return value.float() if name in self.dtypes else _copied(value)
+        is_narrow = name in self.dtypes and isinstance(value, Tensor)
+        return value.float() if is_narrow else _copied(value)
 
 
 @functools.cache

@@ -73,20 +73,18 @@ class Gradients:
 
     def settle(self) -> None:
         "Widen the gradients that have arrived."
-        arrived, self.arrived = self.arrived, []
-        widen(arrived)
+        _settle(weakref.ref(self))
 
     def begin_forward(self) -> None:
         "In float16 let gradients be float32 on arrival, until `end_step`."
-        if self.casts and not self.are_cast and torch.is_grad_enabled():
+        if not self.are_cast and torch.is_grad_enabled():
             with torch.no_grad():
                 widen(self.narrow)
             self._set(torch.float32)
 
     def end_step(self) -> None:
         "Let other code assign gradients of any dtype."
-        if self.are_cast:
-            self._set(None)
+        self._set(None)
 
     def _set(self, dtype):
         self.are_cast = dtype is not None
@@ -102,16 +100,16 @@ class Gradients:
 
 def _arrive(ref, p):
     "The hook of a parameter whose gradient has arrived."
-    gradients = ref()
-    if gradients is not None:
+    if (gradients := ref()) is not None:
         gradients.arrived.append(p)
         if gradients.callback is None or gradients.callback() is None:
-            callback = partial(_end, ref)
+            callback = partial(_settle, ref)
             gradients.callback = weakref.ref(callback)
             at_end_of_backward(callback)
 
 
-def _end(ref):
+def _settle(ref):
     "The callback at the end of a backward pass."
-    if ref() is not None:
-        ref().settle()
+    if (gradients := ref()) is not None:
+        arrived, gradients.arrived = gradients.arrived, []
+        widen(arrived)

@@ -406,9 +406,8 @@ class Masters:
         """Return the state that makes a copy of the model a plain float32 model."""
         self.sync()
         full = [self.full(i).detach().clone() for i in range(len(self.params))]
-        drop: dict = dict(vectors=[], steps=[], snapshot=None, half=[], is_shown=False)
-        drop["gradients"] = Gradients([], self.policy)
-        return vars(self) | dict(master=full) | drop
+        drop = dict(vectors=[], steps=[], snapshot=None, half=[], is_shown=False)
+        return vars(self) | dict(master=full, gradients=Gradients([], self.policy)) | drop
 
     def float_model(self) -> nn.Module:
         """Return a float32 twin of the model whose parameters are the masters.
