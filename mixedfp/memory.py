@@ -11,7 +11,6 @@ import copy
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,8 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from .cast import model2half, to_float
-from .nested import cast_floats, map_tensors
+from .engine.forward import NormForward, norms_of
+from .nested import map_tensors
 
 # %% ../nbs/20_memory.ipynb #6e87502b
 class Mode(NamedTuple):
@@ -90,7 +90,8 @@ def activation_bytes(
     """
     model = copy.deepcopy(model).train()
     if dtype != torch.float32:
-        model2half(model, dtype)
+        for m in norms_of(model2half(model, dtype)):
+            NormForward(m)
     kept: dict[int, Any] = {}
 
     def pack(t):
@@ -103,11 +104,8 @@ def activation_bytes(
         own = {t.untyped_storage()._cdata for t in (*twin.parameters(), *twin.buffers())}
         map_tensors(lambda t: own.add(t.untyped_storage()._cdata) or t, inputs)
         is_half = autocast or dtype != torch.float32
-        context = torch.autocast("cpu", torch.bfloat16) if is_half else nullcontext()
-        if dtype != torch.float32:
-            inputs = cast_floats(inputs, dtype)
         with saved_tensors_hooks(pack, lambda t: t):
-            with context:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
                 out = twin(**inputs) if isinstance(inputs, dict) else twin(*inputs)
             out = out if autocast else to_float(out)
             map_tensors(pack, out)  # a loop keeps its predictions
