@@ -14,6 +14,7 @@ The mark names where the number comes from:
                               MODEL mean: of the three large models
     curve WAY                 the same file: the mean of the last losses
     counted passed            the same file: tests that passed
+    traffic COLUMN MODEL MODE traffic.json: a column of a row, of autocast's
     set                       chosen or calculated, not measured
 
 A figure is right when the number, rounded as it stands there, is that number. One with a unit of
@@ -110,6 +111,13 @@ def counted(what: str) -> float:
     return results(H100)["stages"]["tests"][what]
 
 
+def traffic(column: str, model: str, *mode: str) -> float:
+    """Give what was counted in a mode, relative to autocast."""
+    rows = results("traffic")["rows"]
+    found = {r["mode"]: r[column] for r in rows if r["model"] == model}
+    return found[" ".join(mode)] / found["autocast"]
+
+
 def numbers(nb: nbformat.NotebookNode, words: str) -> list[float]:
     """List the numbers in the lines with `words` that the notebook's outputs hold."""
     texts = [o.get("text") or o.get("data", {}).get("text/plain", "")
@@ -124,7 +132,7 @@ def sources(nb: nbformat.NotebookNode, mark: str) -> list[float]:
     kind, _, rest = mark.partition(" ")
     if kind == "printed":
         return numbers(nb, rest)
-    if kind in ("whole", "lost", "accuracy", "gpu", "curve", "counted"):
+    if kind in ("whole", "lost", "accuracy", "gpu", "curve", "counted", "traffic"):
         return [globals()[kind](*rest.split())]
     if kind == "operators":
         return [operators(rest)]
