@@ -54,7 +54,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import mixedfp.callback  # noqa: F401  gives `Learner` its methods
 from mixedfp.examples import Darknet
-from mixedfp.nested import cast_floats
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 
@@ -136,19 +135,18 @@ class Loop:
         self,
         model: nn.Module,
         opt: torch.optim.Optimizer,
-        dtype: torch.dtype = torch.float32,  # of the inputs
         context: Callable = nullcontext,  # around the forward pass
         scaler: torch.amp.GradScaler | None = None,
         backward: Callable = Tensor.backward,
     ):
-        self.model, self.opt, self.dtype, self.context = model, opt, dtype, context
+        self.model, self.opt, self.context = model, opt, context
         self.scaler = torch.amp.GradScaler(enabled=False) if scaler is None else scaler
         self._backward = backward
 
     def forward(self, xs: tuple[Tensor, ...], y: Tensor) -> Tensor:
         """Compute the loss."""
         with self.context():
-            pred = self.model(*cast_floats(xs, self.dtype))
+            pred = self.model(*xs)
         return loss_of(pred, y)
 
     def backward(self, loss: Tensor) -> None:
@@ -241,7 +239,7 @@ def ours(
     model, opt = with_masters(model, make_opt(model, args, fused), dtype=dtype, **how)
     model = torch.compile(model) if compiled else model
     scaler = LossScaler(args.device, init_scale=512.0, enabled=dtype == torch.float16)
-    return Loop(model, opt, dtype, scaler=scaler)
+    return Loop(model, opt, scaler=scaler)
 
 
 def plain_fastai(model: nn.Module, args: argparse.Namespace) -> Fastai:
