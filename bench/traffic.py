@@ -6,14 +6,15 @@ PyTorch's CUDA code runs on a simulated runtime (`tests/simulated_cuda`), which 
 it launches; no kernel computes. Products, convolutions and attention belong to libraries that need
 a real driver: they are counted by name (`products`), and are the same in all modes. Bytes are those
 of the operands and results of every operation that is not a view, products included; the peak is
-that of live tensors. The third step is counted, from the forward pass to its end, with AdamW fused.
+that of the memory that PyTorch has allocated. The third step is counted, from the forward pass to
+its end, with AdamW fused.
 """
 
 import argparse
 import contextlib
+import gc
 import json
 import sys
-import weakref
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -69,12 +70,11 @@ BY_SHAPE = PRODUCTS | {"embedding_dense_backward"}  # whose kernels wait for a l
 
 
 class Traffic(TorchDispatchMode):
-    """Counts products, bytes moved and live bytes of the operations inside it."""
+    """Counts products and bytes moved of the operations inside it."""
 
     def __init__(self):
         super().__init__()
-        self.products, self.moved, self.now, self.peak = 0, 0, 0, 0
-        self.known: set[int] = set()
+        self.products, self.moved = 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run `func`, or let its result be memory that nobody has written."""
@@ -88,25 +88,11 @@ class Traffic(TorchDispatchMode):
                 if not t.is_cuda:
                     t.zero_()
         self.products += name in PRODUCTS
-        for t in results:
-            self._hold(t.untyped_storage())
         there = {t.untyped_storage()._cdata for t in operands}
         is_view = results and all(t.untyped_storage()._cdata in there for t in results)
         if func._schema.is_mutable or not is_view:
             self.moved += sum(t.numel() * t.itemsize for t in (*operands, *results))
         return out
-
-    def _hold(self, storage):
-        key, n = storage._cdata, storage.nbytes()
-        if key not in self.known:
-            self.known.add(key)
-            self.now += n
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._free, key, n)
-
-    def _free(self, key, n):
-        self.known.discard(key)
-        self.now -= n
 
 
 def _tensors(tree):
@@ -141,13 +127,15 @@ def count(name: str, mode: str) -> dict:
     """Count the third step of a model in a mode; bytes in MB, the peak in MiB."""
     flash = torch.backends.cuda.flash_sdp_enabled()
     torch.backends.cuda.enable_flash_sdp(True)
-    seen, at = Traffic(), [device.counts()]
+    gc.collect()
+    seen, held = Traffic(), device.allocated()
     try:
         with seen:
             model, opt, inputs, y = make(name, mode)
             for _ in range(3):
                 seen.products = seen.moved = 0
-                seen.peak, at = seen.now, [device.counts()]
+                device.allocated(forget_peak=True)
+                at = [device.counts()]
                 with torch.autocast("cuda", B16, enabled=MODES[mode] is None):
                     pred = model(*inputs)
                 at.append(device.counts())
@@ -155,6 +143,7 @@ def count(name: str, mode: str) -> dict:
                 at.append(device.counts())
                 opt.step()
                 at.append(device.counts())
+                peak = device.allocated().peak - held.now
                 opt.zero_grad()
                 del pred
     finally:
@@ -163,7 +152,7 @@ def count(name: str, mode: str) -> dict:
     row = dict(model=name, mode=mode, parameters=sum(p.numel() for p in model.parameters()))
     row |= dict(zip(("forward", "backward", "step"), parts, strict=True))
     row |= dict(launches=sum(parts), waits=(at[-1] - at[0]).waits, products=seen.products)
-    return row | dict(moved_mb=round(seen.moved / 1e6), peak_mib=round(seen.peak / 2**20, 1))
+    return row | dict(moved_mb=round(seen.moved / 1e6), peak_mib=round(peak / 2**20, 1))
 
 
 def main() -> None:

@@ -67,18 +67,16 @@ class MasterStep:
         self._install()
 
     def _make_loop(self, policy):
-        if policy.flat_master and self._takes_chunks(policy):
-            lay_out(self.masters, param_lists(self.core))
-            return ChunkLoop(self.core, self.masters)
+        takes_chunks = policy.flat_master and self._takes_chunks(policy)
         for name in ("state_dtype", "half_grads"):
-            if getattr(policy, name):
+            if getattr(policy, name) and not takes_chunks:
                 raise MixedPrecisionError(
                     f"{name} needs an optimizer that is stepped in chunks, such as AdamW or SGD: "
                     f"{type(self.core).__name__} is stepped one parameter after the other"
                 )
         if policy.flat_master:
             lay_out(self.masters, param_lists(self.core))
-        return None
+        return ChunkLoop(self.core, self.masters) if takes_chunks else None
 
     def _takes_chunks(self, policy):
         "Whether the optimizer is stepped in chunks."
@@ -139,21 +137,20 @@ class MasterStep:
         if self.is_removed:
             return self.raw["step"](*(() if closure is None else (closure,)))
         count_as_stepped(self.core)
-        loss = None
+        loss = done = None
         if closure is not None and evaluates_once(self.core):
             with torch.enable_grad():
                 loss, closure = closure(), None
-        if closure is None and not self.is_checked and self._overflows():
+        is_checked, scale = self.is_checked, vars(self.core).get("grad_scale", self.scale)
+        self.is_checked, self.scale = False, None
+        if closure is None and not is_checked and self._overflows():
             self._count_skip()
             return loss
-        scale = vars(self.core).get("grad_scale", self.scale)
         inv_scale = None if scale is None else 1 / float(scale)
-        self.is_checked, self.scale = False, None
         if closure is not None:
             return self._step_with(closure)
         if self.loop is not None:
             self._step_chunks(inv_scale)
-            done = None
         else:
             with torch.no_grad():  # other code may have set them
                 widen(p for ps in param_lists(self.core) for p in ps)
@@ -241,7 +238,6 @@ class MasterStep:
             self.masters.gradients.end_step()
 
     def _count_skip(self):
-        self.is_checked, self.scale = False, None
         self._end(skipped=True)
         self.masters.skips.add(True)
         me: Any = self  # has `param_groups`, like an optimizer

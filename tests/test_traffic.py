@@ -19,6 +19,7 @@ from mixedfp.memory import memory_of  # noqa: E402
 from mixedfp.optimizer import with_masters  # noqa: E402
 from mixedfp.scaler import any_nonfinite  # noqa: E402
 
+allocated = traffic.device.allocated
 EACH, FLAT, HALF, CUT, SMALLEST = list(traffic.MODES)[1:]
 
 
@@ -30,13 +31,14 @@ def simulated_cuda():
 # launches, bytes and peak by those of autocast. The peak is that of the logits, in float32 in ours
 LIMITS = {
     "lm": {
-        EACH: (0.56, 0.91, 1.02),
-        FLAT: (0.56, 0.91, 1.02),
-        HALF: (0.56, 0.88, 1.04),
-        SMALLEST: (0.70, 1.21, 0.94),
+        EACH: (0.53, 0.90, 1.01),
+        FLAT: (0.53, 0.90, 1.01),
+        HALF: (0.51, 0.88, 1.01),
+        CUT: (0.54, 1.04, 0.97),
+        SMALLEST: (0.59, 1.21, 0.89),
     },
-    "vit": {FLAT: (0.56, 0.82, 0.92), SMALLEST: (0.61, 0.98, 0.88)},
-    "resnet": {FLAT: (0.83, 1.03, 1.01), SMALLEST: (0.95, 1.17, 0.96)},
+    "vit": {FLAT: (0.54, 0.82, 0.92), SMALLEST: (0.58, 0.98, 0.84)},
+    "resnet": {FLAT: (0.83, 1.03, 1.01), SMALLEST: (0.89, 1.18, 0.92)},
 }
 
 
@@ -58,7 +60,8 @@ def assert_is_what_the_page_shows(row):
     """Assert that `bench/results/traffic.json` holds these counts, if its PyTorch is ours."""
     kept = json.loads((ROOT / "bench" / "results" / "traffic.json").read_text())
     if kept["about"]["torch"] == torch.__version__:
-        assert row in kept["rows"]
+        near = pytest.approx(row["peak_mib"], abs=2)  # noise for rounding is made once a process
+        assert row | dict(peak_mib=near) in kept["rows"]
 
 
 def test_the_check_takes_at_most_four_launches_and_one_read():
@@ -80,24 +83,24 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("mode", SETTINGS)
-def test_a_gpu_holds_the_bytes_that_mixedfp_memory_works_out(mode, monkeypatch):
-    monkeypatch.setattr("mixedfp.engine.flat.GPU_CHUNK", 2**16)  # scratch of one size, left out
+def test_a_gpu_holds_the_bytes_that_mixedfp_memory_works_out(mode):
     ids = torch.zeros(2, 128, dtype=torch.long)
     row = memory_of(LM(n_layers=2), ids).rows[mode]
     gc.collect()
-    with traffic.Traffic() as seen:
+    before = allocated().now
+    with traffic.Traffic():
         model = LM(n_layers=2).cuda()
         opt = torch.optim.AdamW(model.parameters(), fused=True)
         model, opt = with_masters(model, opt, dtype="bf16", **SETTINGS[mode])
         gc.collect()
-        held, x = seen.now, ids.cuda()
+        held, x = allocated().now, ids.cuda()
         out = model(x)
         loss = loss_of(out, x)
-        active = seen.now - held
+        active = allocated().now - held
         loss.backward()
         del out, loss
         opt.step()
         gc.collect()
     roles = "weights", "masters", "gradients", "states", "buffers"
-    assert seen.now == pytest.approx(sum(row[role] for role in roles), rel=0.03)
+    assert allocated().now - before == pytest.approx(sum(row[role] for role in roles), rel=0.03)
     assert active == pytest.approx(row["activations"], rel=0.10)

@@ -182,7 +182,10 @@ def lay_out(
     masters.sync()
     masters.widen_trained()
     placed = {i for v in masters.vectors for i in v.members}
-    placed |= {masters.index[p] for p in _of_cudnn(masters.model) if p in masters.index}
+    # cuDNN wants a block of its own: elsewhere it copies the weights in each pass
+    rnns = [m for m in masters.model.modules() if isinstance(m, nn.RNNBase)]
+    of_cudnn = [p for m in rnns for p in m.parameters() if p.is_cuda]
+    placed |= {masters.index[p] for p in of_cudnn if p in masters.index}
     rank = _ranks(masters.model)
     for ps in lists:
         new = [masters.index[p] for p in ps if p in masters.index and is_vectorizable(p)]
@@ -200,13 +203,6 @@ def is_vectorizable(p: Parameter) -> bool:
     return (p.requires_grad or p.grad is not None) and p.dim() > 0 < p.numel() and is_dense(p)
 
 
-def _of_cudnn(model):
-    "Yield weights that cuDNN wants in a block of its own: elsewhere it copies them in each pass."
-    for m in model.modules():
-        if isinstance(m, nn.RNNBase):
-            yield from (p for p in m.parameters() if p.is_cuda)
-
-
 def _ranks(model):
     "Rank parameters by how fastai treats them: weights 0, parameters of norms 1, biases 2."
     second = norm_bias_ids(model)
@@ -217,7 +213,7 @@ def _ranks(model):
 
 # %% ../../nbs/engine/05_flat.ipynb #83e73bb4
 CHUNK = 2**18  # numbers: a chunk's masters, gradient and states fit in a CPU's cache
-GPU_CHUNK = 2**23  # numbers: enough to fill a GPU, while 32 MiB of scratch stay allocated
+GPU_CHUNK = 2**24  # numbers: enough to fill a GPU, with 64 MiB of scratch for gradients
 
 
 def chunk_size(
@@ -324,8 +320,10 @@ class ChunkLoop:
         self.core, self.masters, self.shadow = core, masters, Shadow(core)
         self.dtypes = masters.policy.state_dtype or {}
         self.states: dict[tuple, Tensor] = {}  # by vector and name
+        self.scratch: dict[tuple, Tensor] = {}  # by device and dtype
+        self.freed: list[Tensor] = []  # those whose memory exists in a step only
         self.runs: list[Run] = []
-        self.seen: Any = None  # the inputs of the current plan
+        self.seen: Any = [], [], [], None  # the inputs of the current plan
         self.chunks: list[Chunk] = []  # the chunks of all runs
         self.stepped: list[Parameter] = []  # the parameters in them
         self.loose: list[list[Parameter]] = []  # not in a vector, or with sparse gradients
@@ -343,6 +341,8 @@ class ChunkLoop:
         self.shadow.refresh()
         self.masters.is_writing = True  # until `note`
         try:
+            for t in self.freed:
+                t.untyped_storage().resize_(t.nbytes)
             for chunk in self.chunks:
                 chunk.load(inv_scale)
                 n_known = len(chunk.state)
@@ -354,6 +354,9 @@ class ChunkLoop:
         except BaseException:
             self.masters.round_all()
             raise
+        finally:
+            for t in self.freed:  # a GPU needs the memory for activations
+                t.untyped_storage().resize_(0)
         torch.autograd.graph.increment_version(self.stepped)
         self.masters.note()
         self.seen = params, kinds, list(map(self.core.state.get, params)), self.masters.vectors
@@ -361,18 +364,17 @@ class ChunkLoop:
             self._step_loose(inv_scale)
 
     def _is_current(self, params, kinds):
-        if self.seen is None or self.seen[3] is not self.masters.vectors:
+        seen, seen_kinds, states, vectors = self.seen
+        if vectors is not self.masters.vectors or seen_kinds != kinds:
             return False
-        seen, seen_kinds, states, _ = self.seen
-        if len(seen) != len(params) or seen_kinds != kinds or not all(map(is_, seen, params)):
-            return False
-        return all(map(is_, states, map(self.core.state.get, params)))
+        now = map(self.core.state.get, params)
+        return all(map(is_, seen, params)) and all(map(is_, states, now))
 
     def _make_plan(self, lists, kinds):
         kinds = iter(kinds)
         group = {p: k for k, ps in enumerate(lists) for p in ps if next(kinds) is torch.strided}
         values = _read_numbers(self.core.state.get(p) or {} for p in group)
-        placed, self.runs = set(), []
+        placed, self.runs, self.scratch = set(), [], {}
         for v in self.masters.vectors:
             members = [(i, self.masters.params[i]) for i in v.members]
             for key, run in groupby(members, key=lambda ip: self._key(group, values, *ip)):
@@ -382,10 +384,10 @@ class ChunkLoop:
                     placed.update(params)
         self.stepped = [p for run in self.runs for p in run.params]
         self.loose = [[p for p in ps if p.grad is not None and p not in placed] for ps in lists]
-        there = {None, *self.masters.vectors}
-        self.states = {k: v for k, v in self.states.items() if k[0] in there}
+        self.states = {k: v for k, v in self.states.items() if k[0] in self.masters.vectors}
         for run in self.runs:
             self._take_states(run)
+        self.freed = [t for t in self.scratch.values() if t.is_cuda]
         self.chunks = [chunk for run in self.runs for chunk in run.chunks]
 
     def _key(self, group, values, i, p):
@@ -407,19 +409,19 @@ class ChunkLoop:
                 if state[k].data_ptr() != view.data_ptr():
                     state[k] = view.copy_(state[k])
         master = run.vector.half if run.vector.master is None else run.vector.master
-        run.cut(self._scratch(master, chunk_size(master.device)))
+        run.cut(self._scratch(master))
         for chunk in run.chunks:
             chunk.state = {k: _copied(v) for k, v in _numbers(first, run.params[0])}
             for k in names:
                 chunk.add_state(k, self.states[run.vector, k][chunk.part], k in self.dtypes)
 
-    def _scratch(self, like, size):
-        key, rows = (None, like.device, like.dtype), 1 + self.masters.policy.store_param_remainders
-        size = max(min(size, len(like)), ALIGN)
-        if key not in self.states or self.states[key].shape[1] < size:
-            dtype = torch.promote_types(like.dtype, torch.float32)
-            self.states[key] = torch.zeros(rows, size, dtype=dtype, device=like.device)
-        return self.states[key][:, :size]
+    def _scratch(self, like):
+        key = like.device, torch.promote_types(like.dtype, torch.float32)
+        if key not in self.scratch:
+            size = min(chunk_size(like.device), max(len(v.half) for v in self.masters.vectors))
+            rows = 1 + self.masters.policy.store_param_remainders
+            self.scratch[key] = torch.empty(rows, size, dtype=key[1], device=key[0])
+        return self.scratch[key]
 
     def _state(self, vector, name, like):
         "Return the vector of the state `name`, zeros if it is new."
@@ -483,12 +485,12 @@ def _noise_on(device, n):
 
 def _read_numbers(states):
     "Read the numbers that optimizers keep as tensors, by id: fused ones keep them on the device."
-    tensors = {id(v): v for state in states for v in state.values() if _is_number(v)}
-    kinds, found = defaultdict(list), {}
-    for key, v in tensors.items():
-        kinds[v.device, v.dtype].append(key)
-    for keys in kinds.values():
-        found |= zip(keys, torch.stack([tensors[key] for key in keys]).tolist(), strict=True)
+    kinds, found = defaultdict(dict), {}
+    for state in states:
+        for v in filter(_is_number, state.values()):
+            kinds[v.device, v.dtype][id(v)] = v
+    for kind in kinds.values():
+        found |= zip(kind, torch.stack([*kind.values()]).tolist(), strict=True)
     return found
 
 

@@ -43,6 +43,21 @@ def counts() -> Counts:
     return Counts(*(_counter(name).value for name in Counts._fields))
 
 
+class Allocated(NamedTuple):
+    """Bytes of memory on the simulated devices."""
+
+    now: int
+    peak: int  # since the process began, or since `allocated(forget_peak=True)`
+
+
+def allocated(forget_peak: bool = False) -> Allocated:
+    """Count the bytes that PyTorch has allocated."""
+    now, peak = _counter("bytes"), _counter("peak")
+    if forget_peak:
+        peak.value = now.value
+    return Allocated(now.value, peak.value)
+
+
 def _counter(name):
     return ctypes.c_long.in_dll(_library, f"simulated_{name}")
 

@@ -24,6 +24,7 @@ enum { GIB = 8, COMPUTE_CAPABILITY = 9, N_PROCESSORS = 132, SHARED_MEMORY = 2324
 // ---- what has happened
 
 API long simulated_launches, simulated_waits, simulated_copies, simulated_pageable_copies;
+API long simulated_bytes, simulated_peak; // of memory on devices, now and at most
 
 static cudaError_t wait_for_device(void) {
     simulated_waits++;
@@ -110,6 +111,8 @@ static void remember(void *start, size_t size, int owner) {
         ranges = realloc(ranges, room_for_ranges * sizeof *ranges);
     }
     ranges[n_ranges++] = (Range){start, size, owner};
+    if (owner >= 0) simulated_bytes += size;
+    if (simulated_bytes > simulated_peak) simulated_peak = simulated_bytes;
     pthread_mutex_unlock(&lock);
 }
 
@@ -118,6 +121,7 @@ static int forget(void *start) {
     pthread_mutex_lock(&lock);
     for (long i = n_ranges - 1; i >= 0 && !is_known; i--)
         if (ranges[i].start == start) {
+            if (ranges[i].owner >= 0) simulated_bytes -= ranges[i].size;
             ranges[i] = ranges[--n_ranges];
             is_known = 1;
         }
