@@ -1,7 +1,8 @@
 """Models of other libraries train as under autocast: nothing is cast at their edge.
 
-Oracle: `torch.autocast` over float32 weights. The distance of an output from float32's is at most
-that of autocast, plus that of a float32 model whose weights were rounded.
+Oracle: `torch.autocast` over float32 weights. The distance of an output from float32's is that of
+autocast plus that of a float32 model whose weights were rounded: less in nine cases of ten, and up
+to half as much again where 16-bit weights make sums 16-bit that autocast leaves in float32.
 """
 
 import copy
@@ -296,7 +297,7 @@ def test_a_model_is_as_near_to_float32_as_under_autocast_and_trains(name, dtype,
     assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
     found = [distance(out, exact), distance(grads, exact_grads)]
     print(f"{name} {dtype}: {found}, allowed {allowed}")
-    # the two errors are independent draws: their sum is right in the mean, twice it always
+    # 0.68 times in the median, 1.46 times at most
     assert found[0] <= 2 * allowed[0] + 1e-6
     assert found[1] <= 2 * allowed[1] + 0.01  # a unit of a ReLU that switches adds a jump
     before = {k: v.clone() for k, v in net.state_dict().items()}
