@@ -1,4 +1,4 @@
-"""Counts what a training step asks of a GPU, without one: launches, waits, bytes, peak memory.
+"""Counts launches, waits, bytes and peak memory of a training step, without a GPU.
 
     python bench/traffic.py                     # writes bench/results/traffic.json, 2 minutes
 

@@ -1,4 +1,4 @@
-"""What a step asks of a GPU, counted on the simulated one: ours against autocast, fused AdamW."""
+"""Launches, bytes and peak memory of a step on the simulated GPU: ours and autocast's."""
 
 import gc
 import json
@@ -25,10 +25,10 @@ EACH, FLAT, HALF, CUT, SMALLEST = list(traffic.MODES)[1:]
 
 @pytest.fixture(autouse=True)
 def simulated_cuda():
-    """Without the numbers that the plugin has the CPU compute: they are not looked at."""
+    """Without the numbers that the plugin has the CPU compute: nothing reads them."""
 
 
-# launches, bytes and peak by those of autocast. The peak is that of the logits, in float32 in ours
+# launches, bytes and peak, relative to autocast's. The peak is in the loss: our logits are float32
 LIMITS = {
     "lm": {
         EACH: (0.53, 0.90, 1.01),
@@ -43,7 +43,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_a_step_asks_for_less_than_under_autocast(name):
+def test_a_step_keeps_to_its_share_of_autocast(name):
     plain = traffic.count(name, "autocast")
     assert plain["waits"] == 0
     for mode, limits in LIMITS[name].items():

@@ -182,7 +182,7 @@ def lay_out(
     masters.sync()
     masters.widen_trained()
     placed = {i for v in masters.vectors for i in v.members}
-    # cuDNN wants a block of its own: elsewhere it copies the weights in each pass
+    # cuDNN's weights share a block of their own; otherwise it copies them in each pass
     rnns = [m for m in masters.model.modules() if isinstance(m, nn.RNNBase)]
     of_cudnn = [p for m in rnns for p in m.parameters() if p.is_cuda]
     placed |= {masters.index[p] for p in of_cudnn if p in masters.index}
@@ -219,7 +219,7 @@ GPU_CHUNK = 2**24  # numbers: enough to fill a GPU, with 64 MiB of scratch for g
 def chunk_size(
     device: torch.device,  # of the masters
 ) -> int:  # numbers, a multiple of ALIGN
-    "Return the size of a chunk: a CPU wants its data in the cache, a GPU few launches."
+    "Return the size of a chunk: a CPU's fits in the cache, a GPU's saves launches."
     return CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
@@ -321,7 +321,7 @@ class ChunkLoop:
         self.dtypes = masters.policy.state_dtype or {}
         self.states: dict[tuple, Tensor] = {}  # by vector and name
         self.scratch: dict[tuple, Tensor] = {}  # by device and dtype
-        self.freed: list[Tensor] = []  # those whose memory exists in a step only
+        self.freed: list[Tensor] = []  # those that are allocated for a step only
         self.runs: list[Run] = []
         self.seen: Any = [], [], [], None  # the inputs of the current plan
         self.chunks: list[Chunk] = []  # the chunks of all runs
@@ -355,7 +355,7 @@ class ChunkLoop:
             self.masters.round_all()
             raise
         finally:
-            for t in self.freed:  # a GPU needs the memory for activations
+            for t in self.freed:  # activations need the memory
                 t.untyped_storage().resize_(0)
         torch.autograd.graph.increment_version(self.stepped)
         self.masters.note()
