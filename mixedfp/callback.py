@@ -35,7 +35,7 @@ from .overflow import find_overflow as find_in_batch
 from .report import PrecisionReport
 from .report import precision_report as report_of
 from .scaler import LossScaler
-from .step import MixedStep
+from .step import MixedStep, guard_of
 
 # %% ../nbs/10_callback.ipynb #ff809730
 _OF_FASTAI = (AutocastMixedPrecision, NonNativeMixedPrecision)
@@ -101,10 +101,11 @@ class MixedPrecision(Callback):
         if half_grads and layer_scales is not None:
             raise ValueError("half_grads=True leaves gradients scaled: it excludes layer_scales")
         first = check_positive("loss_scale", loss_scale)
-        is_scaling = check_flag("enabled", enabled) and policy.dtype == torch.float16
-        rule = growth_factor, backoff_factor, growth_interval
+        rule = growth_factor, backoff_factor, growth_interval, check_flag("enabled", enabled)
         bounds: Any = dict(min_scale=min_scale, max_scale=max_scale, max_skips=max_skips)
-        scaler = LossScaler(None, first, *rule, is_scaling, dynamic=dynamic, **bounds)
+        scaler = LossScaler(None, first, *rule, dynamic=dynamic, **bounds)
+        if policy.dtype != torch.float16:  # the settings of a scale are checked all the same
+            scaler = guard_of(policy, max_skips=max_skips)
         self.mixed = MixedStep(policy, scaler, layer_scales)
         self._last_loss: Any = None  # the previous batch's loss
         self._suspect: Any = None  # the last skipped batch
@@ -210,7 +211,7 @@ class MixedPrecision(Callback):
         if self.mixed.loss is not None:
             self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
         loss, last, self._last_loss = self.loss.detach(), self._last_loss, self.loss.detach()
-        is_shown = not self.mixed.may_skip or "lr_finder" in vars(self.learn)
+        is_shown = not self.mixed.scaler.is_enabled() or "lr_finder" in vars(self.learn)
         if not is_shown and last is not None and last.shape == loss.shape:
             self.learn.loss = torch.where(loss.isfinite() | ~last.isfinite(), loss, last)
 
@@ -340,7 +341,7 @@ class MixedPrecision(Callback):
             if getattr(policy, name):
                 parts.append(f"{name}={getattr(policy, name)!r}")
         parts += ["store_param_remainders=True"] * policy.store_param_remainders
-        if self.mixed.scaler.is_enabled():
+        if self.mixed.scaler.is_enabled() and not self.mixed.scaler.only_checks:
             parts.append(f"loss_scale={self.loss_scale:g}, skipped={self.n_skipped}")
         return f"{type(self).__name__}({', '.join([str(policy.dtype), *parts])})"
 

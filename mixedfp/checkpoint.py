@@ -258,7 +258,7 @@ class Checkpoint(Callback):
                   for cb in self._counting()]
         progress = {"n_done": self.epoch + 1, "train_iter": self.train_iter, "callbacks": counts}
         mixed = _scaling(self.learn)
-        progress["grad_scale"] = 1.0 if mixed is None else mixed.scaler.scale_of(mixed.opt)
+        progress["grad_scale"] = 1.0 if mixed is None else mixed.scaler.scale_of(mixed.opt.core)
         scales = {k: scaler.state_dict() for k, scaler in _scalers(self.learn).items()}
         return {"format": _FORMAT, "ranks": ranks, **progress, **scales}
 
@@ -279,7 +279,7 @@ class Checkpoint(Callback):
         if mixed is None:
             factor = 1 / saved["grad_scale"]
         else:
-            mixed.scaler.adopt(mixed.opt, saved["grad_scale"])
+            mixed.scaler.adopt(mixed.opt.core, saved["grad_scale"])
         for k, p in get_model(self.model).named_parameters():
             g = own["grads"].get(k)
             dtype = None if g is None else p.grad_dtype or g.dtype  # None: as it was saved

@@ -450,8 +450,8 @@ class LayerwiseGradientScaler:
             self.update()
         self._stepped.append(optimizer)
         if not self._is_finite:
-            if hasattr(optimizer, "skip"):  # of `with_masters`: restores running statistics
-                optimizer.skip()
+            if hasattr(optimizer, "master_step"):  # of `with_masters`: restores running statistics
+                optimizer.master_step.skip()
             return False
         done = optimizer.step()
         return True if done is None else done

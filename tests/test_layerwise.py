@@ -5,6 +5,7 @@ import copy
 import math
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -279,7 +280,7 @@ patterns = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=25)
 def test_each_scale_goes_its_own_bounded_way_saved_or_not(overflows, interval, factors, saved_at):
     model = nn.ModuleDict({k: nn.Linear(1, 1, bias=False) for k in "ab"})
     opts, skips = [SGD(m.parameters(), lr=1.0) for m in model.values()], []
-    opts[1].skip = lambda: skips.append(1)
+    opts[1].master_step = SimpleNamespace(skip=lambda: skips.append(1))
     before = copy.deepcopy(model.state_dict())
     rule = dict(zip(("growth_factor", "backoff_factor"), factors, strict=True), min_scale=1.0)
     rule |= dict(growth_interval=interval, max_scale=64.0)

@@ -223,35 +223,6 @@ def test_steps_out_of_order_and_without_gradients():
     assert scaler.step(opt) is True and w.tolist() == [-1.0, -1.0]
 
 
-class Halves(torch.optim.SGD):
-    """Takes float16 gradients that are still scaled, by PyTorch's protocol; counts its skips."""
-
-    _step_supports_amp_scaling, takes_scaled_grads = True, True
-    n_skips, scale = 0, None
-
-    def step(self, closure=None):
-        self.scale, is_found = self.grad_scale, self.found_inf
-        assert self.scale.dtype == torch.float32 and is_found == 0
-        for w in self.param_groups[0]["params"]:
-            w.data -= w.grad.float() / self.scale
-
-    def skip(self):
-        self.n_skips += 1
-
-
-def test_scaled_float16_gradients_are_checked_and_handed_on():
-    (w, opt), scaler = make(Halves), LossScaler("cpu", 8.0)
-    for value in (1.0, INF, 3.0):
-        scaler.scale(torch.zeros(()))
-        w.grad = torch.full((2,), value * scaler.get_scale())
-        assert scaler.check(opt) is math.isfinite(value)
-        assert scaler.step(opt) is math.isfinite(value)
-        scaler.update()
-        assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
-    assert w.tolist() == [-4.0, -4.0] and opt.n_skips == 1
-    assert opt.scale == 4.0 and scaler.scales == [8.0, 8.0, 4.0]
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("n_updates", [1, 3])
 @pytest.mark.parametrize("bad", [{0, 1}, {1, 2}, {2}, {0, 1, 2}], ids=str)

@@ -326,6 +326,7 @@ class ChunkLoop:
         self.seen: Any = [], [], [], None  # the inputs of the current plan
         self.chunks: list[Chunk] = []  # the chunks of all runs
         self.stepped: list[Parameter] = []  # the parameters in them
+        self.n_steps = 0
         self.loose: list[list[Parameter]] = []  # not in a vector, or with sparse gradients
 
     @torch.no_grad()
@@ -339,6 +340,7 @@ class ChunkLoop:
             lay_out(self.masters, lists)
             self._make_plan(lists, kinds)
         self.shadow.refresh()
+        self.n_steps += 1
         self.masters.is_writing = True  # until `note`
         try:
             for t in self.freed:
@@ -439,7 +441,7 @@ class ChunkLoop:
 
     def _noise(self, chunk):
         "Return noise that depends on step and chunk only, so that a resumed run repeats it."
-        step = self.masters.skips.record.n_steps
+        step = self.n_steps
         if "step" in chunk.state:
             step = chunk.n_steps = int(chunk.n_steps or 0) + 1
         start = (step * 0x9E3779B1 + chunk.part.start * 0x85EBCA6B) % 2**32 >> 16

@@ -26,7 +26,6 @@ from .torch_private import all_hooks
 from ..formats import MixedPrecisionError
 from ..master import norm_bias_ids
 from ..nested import warn_once
-from ..scaler import SkipCount
 from ..sharded import is_sharded
 
 # %% ../../nbs/engine/03_masters.ipynb #85270080
@@ -153,7 +152,6 @@ class Masters:
         self.vectors: list[Any] = []  # flat: see `engine.flat`
         self.steps: list[Any] = []  # the `MasterStep` of each optimizer
         self.snapshot: Any = None  # of the buffers, see `engine.buffers`
-        self.skips = SkipCount()
         self.is_shown, self._shown_at = False, []
         self._cast()
         self._register()
@@ -166,7 +164,8 @@ class Masters:
     @property
     def skipped(self) -> list[int]:
         "The numbers of the skipped steps, counted from 0."
-        return self.skips.record.skipped
+        guards = {id(s.guard): s.guard for s in self.steps}
+        return sorted(n for guard in guards.values() for n in guard.skipped)
 
     @property
     def n_skipped(self) -> int:
