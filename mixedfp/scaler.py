@@ -441,7 +441,7 @@ class LossScaler(GradScaler):
             del optimizer.grad_scale, optimizer.found_inf
 
     def _step_with(self, optimizer, closure):
-        masters = getattr(optimizer, "masters", None)
+        masters = getattr(optimizer, "master_step", None)
         with nullcontext() if masters is None else masters.shown():
             undo = Undo(_params(optimizer), optimizer)
         try:

@@ -121,10 +121,15 @@ class MasterStep:
 
     def _on_masters(self, method):
         def call(*args, **kwargs):
-            with self.masters.shown():
+            with self.shown():
                 return method(*args, **kwargs)
 
         return call
+
+    def shown(self) -> Any:
+        "Swap the masters of this optimizer's parameters in while a block runs."
+        params = [p for ps in param_lists(self.core) for p in ps]
+        return self.masters.shown(self.masters.members(params))
 
     # --- the step ---
 
@@ -172,7 +177,7 @@ class MasterStep:
         else:
             with torch.no_grad():  # other code may have set them
                 widen(p for ps in param_lists(self.core) for p in ps)
-            with self.masters.shown():
+            with self.shown():
                 if inv_scale is not None:
                     torch._foreach_mul_(grads_of(self.core), inv_scale)
                 done = self._step_raw()
@@ -204,7 +209,7 @@ class MasterStep:
             with self.masters.hidden():
                 return closure()
 
-        with self.masters.shown():
+        with self.shown():
             done = self._step_raw(evaluate)
         self._end(skipped=False)
         return done
@@ -246,7 +251,7 @@ class MasterStep:
         saved = {k: state.pop(k) for k in ("loss_scale", "layer_scales") if k in state}
         if "loss_scale" in self.extras and saved.get("loss_scale"):
             self.extras["loss_scale"].check_state(saved["loss_scale"])
-        with self.masters.shown():  # PyTorch casts states to the dtype of the parameter
+        with self.shown():  # PyTorch casts states to the dtype of the parameter
             self.raw["load_state_dict"](state)
         for k in saved.keys() & self.extras.keys():
             if saved[k]:

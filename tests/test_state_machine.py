@@ -301,14 +301,16 @@ class Laws(RuleBasedStateMachine):
         self.each(lambda side: side.opt.zero_grad())
         self.stage = "empty"
 
-    @rule(i=PLACES, how=st.sampled_from(["in place", "data"]))
+    @rule(i=PLACES, how=st.sampled_from(["in place", "data", "in place through data"]))
     def write_weight(self, i, how):
-        """Write into a weight. (`p.data.mul_` leaves no trace: the next step writes over it.)"""
+        """Write into a weight."""
 
         def write(side):
             p = side.params[i % len(side.params)]
             if how == "data":
                 p.data = p.data * 0.5
+            elif how == "in place through data":
+                p.data.mul_(0.5)
             else:
                 with torch.no_grad():
                     p.mul_(0.5)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..cast import SECOND_MOMENTS
-from .masters import Masters
+from .masters import Masters, take_writes
 from .optimizers import Shadow, param_lists
 from ..master import norm_bias_ids, norm_types
 from ..nested import warn_once
@@ -161,6 +161,13 @@ class Vector:
         elif self.is_cast:
             self.half.copy_(self.master)
 
+    def take_writes(self) -> None:
+        "Adopt weights that other code wrote, where they are not the rounded masters."
+        if self.remainder is None and self.is_cast:
+            size = chunk_size(self.master.device)
+            for a in range(0, len(self.master), size):
+                take_writes([(self.master[a : a + size], self.half[a : a + size])])
+
     def pack(self, masters: Masters) -> None:
         "Split the masters into weights and remainders, if this vector has remainders."
         if self.remainder is not None and self.master is not None:
@@ -181,7 +188,7 @@ def lay_out(
     "Move the trained masters of `lists` that are not in a vector yet into vectors."
     masters.sync()
     masters.widen_trained()
-    placed = {i for v in masters.vectors for i in v.members}
+    placed = set(masters.placed)
     # cuDNN's weights share a block of their own; otherwise it copies them in each pass
     rnns = [m for m in masters.model.modules() if isinstance(m, nn.RNNBase)]
     of_cudnn = [p for m in rnns for p in m.parameters() if p.is_cuda]
@@ -193,7 +200,9 @@ def lay_out(
         kinds = defaultdict(list)
         for i in dict.fromkeys(new):
             kinds[_kind(masters, i)].append(i)
-        masters.vectors += [Vector(masters, members) for members in kinds.values()]
+        for members in kinds.values():
+            masters.vectors.append(Vector(masters, members))
+            masters.placed |= dict.fromkeys(members, masters.vectors[-1])
         placed.update(new)
     masters.note()
 
@@ -269,6 +278,8 @@ class Chunk:
         if vector.remainder is not None:
             stored = vector.half[self.part], vector.remainder[self.part]
             self.param.data = join_into(self.full, *stored)
+        elif vector.is_cast:
+            take_writes([(self.full, vector.half[self.part])])
         self.param.grad = grad
         for k in self.narrow:
             self.state[k] = self.views[k].float()
@@ -354,7 +365,7 @@ class ChunkLoop:
                 chunk.store(state, self._noise(chunk) if chunk.narrow else None)
             self._share_numbers()
         except BaseException:
-            self.masters.round_all()
+            self.masters.round()
             raise
         finally:
             for t in self.freed:  # activations need the memory
@@ -463,7 +474,7 @@ class ChunkLoop:
             run.numbers = numbers
 
     def _step_loose(self, inv_scale):
-        with self.masters.shown():
+        with self.masters.shown(self.masters.members(p for ps in self.loose for p in ps)):
             for group, ps in enumerate(self.loose):
                 for p in ps:
                     p.grad = p.grad.to(torch.promote_types(p.dtype, torch.float32))
