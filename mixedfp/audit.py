@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from .cast import to_float
-from .engine.masters import masters_of
+from .engine.files import masters_of
 from .engine.optimizers import Shadow, core_of, param_lists
 from .formats import is_lost
 from .nested import map_tensors

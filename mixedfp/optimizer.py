@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .cast import Policy
-from .engine.masters import masters_of
+from .engine.files import masters_of
 from .engine.torch_private import uncompiled
 from .step import MasterStep, MixedStep
 

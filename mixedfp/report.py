@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .cast import Policy, is_castable, model2float, model2half
 from .engine.forward import install_forward
-from .engine.masters import masters_of
+from .engine.files import masters_of
 from .engine.torch_private import uncompiled
 from .formats import NumberFormat
 from .nested import check_positive, map_tensors

@@ -19,7 +19,8 @@ from .engine.buffers import BufferSnapshot
 from .engine.flat import ChunkLoop, lay_out
 from .engine.forward import install_forward
 from .engine.gradients import widen
-from .engine.masters import Masters, as_own_storage
+from .engine.files import as_own_storage
+from .engine.masters import Masters
 from mixedfp.engine.optimizers import (
     core_of,
     evaluates_once,

@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from . import torch_private as private
-from .masters import Masters, masters_of
+from .files import masters_of
+from .masters import Masters
 from ..formats import MixedPrecisionError
 from ..nested import map_tensors
 
@@ -105,7 +106,7 @@ class DDPAverage:
             masters: Any = masters_of(model)
             with masters.shown():
                 take_from_first(model.parameters(), ddp.process_group)
-            if not any(_after_model in hooks.values() for hooks in private.all_hooks(model)):
+            if not any(_after_model in hooks.values() for hooks in private.all_hooks(model).values()):
                 masters.own(model.register_forward_hook(_after_model))
             self.models.append(model)
 

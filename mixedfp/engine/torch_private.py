@@ -31,12 +31,12 @@ def uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def all_hooks(module: nn.Module) -> list[dict]:
-    "Return all dicts of hooks of `module`, by handle id: a handle cannot remove a copy's hook."
+def all_hooks(module: nn.Module) -> dict[str, dict]:
+    "Return all dicts of hooks of `module`, by attribute; each has its hooks by handle id."
     names = """_forward_pre_hooks _forward_hooks _forward_pre_hooks_with_kwargs
     _forward_hooks_with_kwargs _forward_hooks_always_called _state_dict_hooks
     _load_state_dict_pre_hooks _load_state_dict_post_hooks"""
-    return [getattr(module, name) for name in names.split()]
+    return {name: getattr(module, name) for name in names.split()}
 
 
 def hooks_around_step(opt: Optimizer) -> tuple[list[Callable], list[Callable]]:
