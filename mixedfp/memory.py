@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from .cast import model2half, to_float
-from .engine.forward import NormForward, norms_of
+from .engine.forward import wrapped_modules
 from .nested import map_tensors
 
 # %% ../nbs/20_memory.ipynb #6e87502b
@@ -90,8 +90,8 @@ def activation_bytes(
     """
     model = copy.deepcopy(model).train()
     if dtype != torch.float32:
-        for m in norms_of(model2half(model, dtype)):
-            NormForward(m)
+        for m, wrapper in wrapped_modules(model2half(model, dtype)):
+            wrapper(m)
     kept: dict[int, Any] = {}
 
     def pack(t):

@@ -6,6 +6,7 @@
 __all__ = ['guard_of', 'MasterStep', 'MixedStep']
 
 # %% ../nbs/08_step.ipynb #b39ae6ea
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .cast import Policy
 from .engine.buffers import BufferSnapshot
-from .engine.flat import ChunkLoop, lay_out
+from .engine.flat import ChunkLoop, check_joined, lay_out
 from .engine.forward import install_forward
 from .engine.gradients import widen
-from .engine.files import as_own_storage
+from .engine.files import as_own_storage, owner_of
 from .engine.masters import Masters
 from mixedfp.engine.optimizers import (
     core_of,
@@ -176,8 +178,10 @@ class MasterStep:
         if self.loop is not None:
             self._step_chunks(inv_scale)
         else:
+            params = [p for ps in param_lists(self.core) for p in ps]
+            check_joined(self.masters, params)
             with torch.no_grad():  # other code may have set them
-                widen(p for ps in param_lists(self.core) for p in ps)
+                widen(params)
             with self.shown():
                 if inv_scale is not None:
                     torch._foreach_mul_(grads_of(self.core), inv_scale)
@@ -224,6 +228,8 @@ class MasterStep:
         "Save the buffers, or restore them; gradients may have any dtype until the next pass."
         snapshot = self.masters.snapshot
         snapshot.restore() if skipped else snapshot.save()
+        if not skipped:
+            self.masters.end_step()
         if self.masters.gradients.are_cast:
             self.masters.gradients.end_step()
 
@@ -344,6 +350,9 @@ class MixedStep:
             self._masters = masters = Masters(model, self.policy)
             self.layers = _make_layers(model, self.layer_scales, self.policy.dtype)
             masters.snapshot = BufferSnapshot(model)
+            watch = register_optimizer_step_pre_hook(_refuse_others)
+            masters.own(watch)
+            weakref.finalize(masters, watch.remove)
             before = masters.begin_forward if masters.gradients.casts else masters.sync
             install_forward(model, self.policy, self.layers, before)
             if self.policy.dtype != torch.float32:
@@ -426,6 +435,19 @@ class MixedStep:
         """Return the state for a copy or pickle, without the model: a copy attaches to its own."""
         drop = dict.fromkeys(("_masters", "layers", "opt", "loss"))
         return vars(self) | drop
+
+
+def _refuse_others(opt, args, kwargs):
+    "Refuse the step of an optimizer without masters over 16-bit weights that have them."
+    for group in () if "masters" in vars(opt) else opt.param_groups:
+        for p in group["params"]:
+            owner = owner_of(p)
+            if owner is not None and not owner.is_shown and p.itemsize == 2:
+                raise MixedPrecisionError(
+                    f"this {type(opt).__name__} would step 16-bit weights without their masters: "
+                    "give it to the same call, with_masters(model, *optimizers), or step it inside "
+                    "`with opt.masters.shown():`"
+                )
 
 
 def _floats(model):

@@ -1,6 +1,7 @@
 """What all tests share: seeds, threads, and the way to the images."""
 
 import gc
+import logging
 import os
 import random
 import sys
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+from mixedfp.nested import warn_once
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 torch.set_num_threads(min(2, torch.get_num_threads()))
@@ -75,3 +78,11 @@ def cifar10_path() -> Path:
     if not (Path(path) / "train").is_dir():
         pytest.fail(f"CIFAR10_PATH={path} has no folder `train`; it names the folder that does")
     return Path(path)
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """The texts that are logged, each of them as if for the first time."""
+    warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, "mixedfp")
+    return lambda: [r.getMessage() for r in caplog.records]

@@ -26,7 +26,7 @@ from workflows import FITS, LOOPS
 
 import mixedfp
 from mixedfp.callback import MixedPrecision
-from mixedfp.engine.forward import NormForward, norms_of
+from mixedfp.engine.forward import wrapped_modules
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 
@@ -420,8 +420,8 @@ class ByHand(Loop):
         if DEVICE == "cpu" and isinstance(self.half.stem, nn.Embedding):  # a GPU adds up in float32
             self.half.stem.forward = self.embed
         if DEVICE == "cuda":  # where autocast's norms return float32
-            for norm in norms_of(self.half):
-                NormForward(norm)
+            for m, wrapper in wrapped_modules(self.half):
+                wrapper(m)
         torch.manual_seed(2)
         self.pairs = list(zip(self.half.parameters(), self.model.parameters(), strict=True))
         kept = [m for m in self.half.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import logging
 import weakref
 from functools import partial
 
@@ -13,17 +12,8 @@ from fastai.optimizer import OptimWrapper
 from torch import nn
 
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
-from mixedfp.nested import warn_once
 from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same
-
-
-@pytest.fixture
-def warnings_of(caplog):
-    """The texts that are logged, each of them as if for the first time."""
-    warn_once.cache_clear()
-    caplog.set_level(logging.WARNING, "mixedfp")
-    return lambda: [r.getMessage() for r in caplog.records]
 
 
 def make_model():

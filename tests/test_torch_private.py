@@ -55,7 +55,8 @@ def test_hooks_around_a_step_are_found():
     own = opt.register_step_pre_hook(print), opt.register_step_post_hook(repr)
     of_all = register_optimizer_step_pre_hook(str)
     try:
-        assert private.hooks_around_step(opt) == ([str, print], [repr])
+        before, after = private.hooks_around_step(opt)  # masters of other tests may have some as well
+    assert ([h for h in before if h in (str, print)], after) == ([str, print], [repr])
     finally:
         for handle in (*own, of_all):
             handle.remove()

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from ..cast import WrappedForward, is_castable, what_is_lost
 from .torch_private import all_hooks
@@ -64,7 +63,7 @@ def masters_of(
 
 
 def owner_of(
-    p: Parameter,
+    p: Tensor,  # a parameter or buffer
 ) -> Any:  # a `Masters`, or None
     "Return the masters that contain the one of `p`, or None."
     found = vars(p).get("__deepcopy__")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ALIGN', 'CHUNK', 'GPU_CHUNK', 'split_into', 'round_stochastically', 'join_into', 'is_dense', 'in_memory_order',
-           'Vector', 'lay_out', 'is_vectorizable', 'chunk_size', 'Chunk', 'Run', 'ChunkLoop']
+           'Vector', 'lay_out', 'check_joined', 'is_vectorizable', 'chunk_size', 'Chunk', 'Run', 'ChunkLoop']
 
 # %% ../../nbs/engine/05_flat.ipynb #8d2af3da
 import functools
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..cast import SECOND_MOMENTS
+from .gradients import NARROW
 from .masters import Masters, take_writes
 from .optimizers import Shadow, param_lists
+from ..formats import MixedPrecisionError
 from ..master import norm_bias_ids, norm_types
 from ..nested import warn_once
 
@@ -187,6 +189,7 @@ def lay_out(
 ) -> None:
     "Move the trained masters of `lists` that are not in a vector yet into vectors."
     masters.sync()
+    check_joined(masters, [p for ps in lists for p in ps])
     masters.widen_trained()
     placed = set(masters.placed)
     # cuDNN's weights share a block of their own; otherwise it copies them in each pass
@@ -205,6 +208,21 @@ def lay_out(
             masters.placed |= dict.fromkeys(members, masters.vectors[-1])
         placed.update(new)
     masters.note()
+
+
+def check_joined(
+    masters: Masters,
+    params: list[Any],  # of an optimizer
+) -> None:
+    "Refuse 16-bit parameters that have joined later. Raises: MixedPrecisionError."
+    known = set(map(id, masters.params))
+    for p in params:
+        if p.dtype in NARROW and id(p) not in known:
+            raise MixedPrecisionError(
+                f"a parameter of shape {tuple(p.shape)} in {p.dtype} has no master: it joined after "
+                "the masters were made. Call opt.masters.restore(), add it in float32 (or call "
+                "weight_norm again), and then with_masters() or to_fp16() again"
+            )
 
 
 def is_vectorizable(p: Parameter) -> bool:

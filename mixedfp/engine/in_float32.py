@@ -57,6 +57,15 @@ PRODUCTS = frozenset(
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # autocast computes these in float32, and these in the widest dtype that they are given
 _IN_FLOAT = frozenset("softmax log_softmax softmin gumbel_softmax sigmoid cdist avg_pool3d".split())
+# so does CUDA's autocast with these, whose results can be outside of float16's range
+_IN_FLOAT_ON_CUDA = frozenset(
+    """__pow__ __rpow__ __rdiv__ __rtruediv__ acos asin cosh cosine_embedding_loss
+    cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 hinge_embedding_loss
+    binary_cross_entropy_with_logits group_norm kl_div l1_loss layer_norm log log10 log1p log2
+    margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize
+    pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
+    softplus sum tan triplet_margin_loss""".split()
+)
 _WIDEST = frozenset("dot vdot inner bilinear tensordot".split())
 
 # %% ../../nbs/engine/01_in_float32.ipynb #f32mode1
@@ -65,47 +74,63 @@ class InFloat32(TorchFunctionMode):
 
     Products of 16-bit matrices are computed in float32 and rounded, as in a GPU's matrix units.
     The casts are part of the graph, so a gradient outside of float16's range is lost at the same
-    point as on a GPU. Softmax and the sum of an embedding's gradients are computed in float32.
-    Inside gradient checkpointing the mode does nothing.
+    point as on a GPU. Softmax is computed in float32, in float16 all operators that CUDA's autocast
+    computes so; and the sum of the gradients of a table, a weight that is read by integer indices.
+    Inside gradient checkpointing the mode does nothing, except `in_checkpoints`.
     """
 
     def __init__(
         self,
         dtype: torch.dtype,  # of the model, 16 bits
         products: bool = True,  # whether products are computed in float32
+        in_checkpoints: bool = False,  # for what is computed again under this mode
     ):
         super().__init__()
-        self.dtype, self.products = dtype, products
-        always = _RECURRENT | _IN_FLOAT | {"embedding"}
-        self.names = always | PRODUCTS if products else always
+        self.dtype, self.products, self.in_checkpoints = dtype, products, in_checkpoints
+        is_fp16 = dtype == torch.float16
+        self.in_float = _IN_FLOAT | _IN_FLOAT_ON_CUDA if is_fp16 else _IN_FLOAT
+        self.names = _RECURRENT | self.in_float | (PRODUCTS if products else frozenset())
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, in float32 if the mode covers it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name not in self.names:
+        is_lookup = self._is_lookup(args, kwargs)
+        if name not in self.names and not is_lookup:
             return func(*args, **kwargs)
         # `out=` and products in an exported program stay native
         is_native = kwargs.get("out") is not None or (name in PRODUCTS and is_exporting())
-        if is_native or _is_checkpointed():
+        if is_native or (_is_checkpointed() and not self.in_checkpoints):
             return func(*args, **kwargs)
-        if name == "embedding":
+        if is_lookup:
             return self._look_up(func, args, kwargs)
         is_autocast = torch.is_autocast_enabled("cpu")
-        if is_autocast and name in _IN_FLOAT:
+        if is_autocast and name in self.in_float:
             return _call(func, to_float((args, kwargs)))
         if name in PRODUCTS or name in _RECURRENT:
             return self._multiply(func, (args, kwargs), is_autocast)
         return func(*args, **kwargs)
 
+    def _is_lookup(self, args, kwargs):
+        "Whether a trained 16-bit weight is read by integer indices, perhaps often by one."
+        if not torch.is_grad_enabled():
+            return False
+        both = (*args, *kwargs.values())
+        for t in both:
+            if isinstance(t, Tensor) and t.dtype == self.dtype and t.requires_grad and t.is_leaf:
+                return not _INTEGERS.isdisjoint(_dtypes(both))
+        return False
+
     def _look_up(self, func, args, kwargs):
         "Look rows up, and sum their gradients in float32; in bfloat16 a count stops at 256."
-        options = *args[3:4], *args[6:7], kwargs.get("max_norm"), kwargs.get("sparse")
-        is_half = [getattr(a, "dtype", None) == self.dtype for a in (*args, *kwargs.values())]
-        if not any(is_half) or any(options) or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
-        widened = [a.float() if getattr(a, "dtype", None) == self.dtype else a for a in args]
-        named = {k: a.float() if k == "weight" else a for k, a in kwargs.items()}
-        return func(*widened, **named).to(self.dtype)
+        if func.__name__ in _TABLES:
+            kwargs = dict(zip(_TABLES[func.__name__], args, strict=False)) | kwargs
+            if kwargs.get("sparse"):
+                return func(**kwargs)
+            if (limit := kwargs.pop("max_norm", None)) is not None:  # of the weight itself
+                weight, ids = kwargs["weight"].detach(), kwargs["input"].contiguous()
+                torch.embedding_renorm_(weight, ids, limit, kwargs.get("norm_type", 2.0))
+            args = ()
+        return cast_floats(_call(func, to_float((args, kwargs))), self.dtype)
 
     def _multiply(self, func, inputs, is_autocast):
         floats = _float_dtypes(inputs)
@@ -125,10 +150,23 @@ class InFloat32(TorchFunctionMode):
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 
 
-def _float_dtypes(o):
+_INTEGERS = {torch.int32, torch.int64}
+_OPTIONS = "max_norm norm_type scale_grad_by_freq"
+_TABLES = {
+    "embedding": f"input weight padding_idx {_OPTIONS} sparse".split(),
+    "embedding_bag": f"input weight offsets {_OPTIONS} mode sparse per_sample_weights "
+    "include_last_offset padding_idx".split(),
+}
+
+
+def _dtypes(o):
     found = set()
     map_tensors(lambda t: found.add(t.dtype) or t, o)
-    return {dtype for dtype in found if dtype.is_floating_point}
+    return found
+
+
+def _float_dtypes(o):
+    return {dtype for dtype in _dtypes(o) if dtype.is_floating_point}
 
 
 def _call(func, inputs):

@@ -25,6 +25,7 @@ from mixedfp.engine.files import (
     connect,
     disconnect,
     masters_of,
+    owner_of,
     warn_if_inf,
     warn_if_rounded,
 )
@@ -32,6 +33,7 @@ from .forward import remove_forward
 from .gradients import Gradients
 from ..formats import MixedPrecisionError
 from ..master import norm_bias_ids
+from ..nested import warn_once
 from ..sharded import is_sharded
 
 # %% ../../nbs/engine/03_masters.ipynb #85270080
@@ -52,6 +54,11 @@ def check_model(
             "train the original module, and script it after to_fp32()"
         )
     for name, t in chain(model.named_parameters(), model.named_buffers()):
+        if owner_of(t) is not None:
+            raise MixedPrecisionError(
+                f"`{name}` has a master already, of another model that shares it: give both models "
+                "at once, such as with_masters(nn.ModuleList([a, b]), *optimizers)"
+            )
         _check_tensor(name, t)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
@@ -195,6 +202,7 @@ class Masters:
         self.vectors: list[Any] = []  # flat: see `engine.flat`
         self.steps: list[Any] = []  # the `MasterStep` of each optimizer
         self.snapshot: Any = None  # of the buffers, see `engine.buffers`
+        self.n_steps = 0  # made, not skipped
         self.placed: dict[int, Any] = {}  # the vector of each master that is in one
         self.lent: dict[int, Tensor] = {}  # masters that are parts of vectors, as files have them
         self.swapped: Swap | None = None  # the masters that are the model's parameters now
@@ -414,6 +422,7 @@ class Masters:
 
     def _adopt(self, i):
         p, now = self.params[i], self.params[i].data
+        self._warn_of_average(i)
         if (now.device, now.shape) != (self.half[i].device, self.half[i].shape):
             self._leave_vectors()
             m = self.master[i]
@@ -428,6 +437,33 @@ class Masters:
         elif now.data_ptr() != m.data_ptr():
             m.copy_(now)
         p.data = h
+
+    def _warn_of_average(self, i):
+        "Warn if the weight, which was written, is part of an average of other weights."
+        p = self.params[i]
+        if not self.n_steps or p.requires_grad or p.itemsize != 2:
+            return
+        named = dict(self.model.named_parameters())
+        parts = next(name for name, q in named.items() if q is p).split(".")
+        roots = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+        frozen = (r for r in roots if not any(q.requires_grad for k, q in named.items()
+                                              if k == r or k.startswith(f"{r}.")))
+        root = next(frozen)
+        warn_once(
+            f"the frozen weights of `{root}` were written between two steps: an average that is "
+            f"computed in {p.dtype} lags behind, because small changes are rounded away. Use "
+            f"keep_fp32=[{root!r}], or compute it inside `with opt.masters.shown():`"
+        )
+
+    def end_step(self) -> None:
+        "Count a step; after the second, look for frozen weights that were written through `.data`."
+        self.n_steps += 1
+        for i, p in enumerate(self.params) if self.n_steps == 2 else ():
+            m = self.master[i]
+            if not p.requires_grad and m is not None and m.dtype != p.dtype:
+                if not torch.equal(m.to(p.dtype), p):
+                    return self._warn_of_average(i)
+        return None
 
     def _leave_vectors(self):
         "Give each master its own memory: the model was moved, so vectors are rebuilt."

@@ -45,7 +45,7 @@ def grads_of(
 _OF_TORCH = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop".split()
 _TORCH = frozenset(getattr(torch.optim, name) for name in _OF_TORCH)
 _FASTAI = frozenset(
-    """sgd_step weight_decay l2_reg average_grad average_sqr_grad momentum_step rms_prop_step
+    """sgd_step weight_decay average_grad average_sqr_grad momentum_step rms_prop_step
     step_stat adam_step radam_step qhadam_step""".split()
 )
 
