@@ -2,7 +2,7 @@
 
 Two sides do the same, and agree after each verb, bit for bit: `MixedStep` in float32 and plain
 training, which knows of no scale and no master; in 16 bits, flat masters and a master for each
-parameter. What a rule's precondition leaves out is not promised. A failure prints its program, made
+parameter, and `MixedStep` and a loop by hand. What a rule's precondition leaves out is not promised. A failure prints its program, made
 small. More programs: `MORE_PROGRAMS=20 pytest tests/test_state_machine.py` makes twenty times as
 many.
 """
@@ -31,8 +31,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from mixedfp.cast import Policy
+from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
-from mixedfp.step import MixedStep
+from mixedfp.step import MixedStep, guard_of
 from mixedfp.testing import assert_same
 
 
@@ -99,11 +100,11 @@ class Setup(NamedTuple):
     dtype: torch.dtype
 
 
-def setups(dtypes, flat):
+def setups(dtypes, flat, opts):
     """Make up setups."""
     return st.builds(
         Setup,
-        opt=st.sampled_from(list(OPTIMIZERS)),
+        opt=st.sampled_from(opts),
         scale=st.sampled_from([None, 2.0**4, 2.0**10]),
         flat=st.sampled_from(flat),
         has_scalar=st.booleans(),
@@ -185,6 +186,11 @@ class Plain:
         Plain.attach(self)
 
 
+def scaler_of(scale):
+    """Return a scaler that grows soon."""
+    return LossScaler(init_scale=scale, growth_interval=2, max_scale=2.0**12)
+
+
 class Mixed(Plain):
     """The same through `MixedStep`."""
 
@@ -192,11 +198,8 @@ class Mixed(Plain):
         """Hand model and optimizer over."""
         if not hasattr(self, "mixed"):
             scale = self.setup.scale
-            scaler = LossScaler(
-                init_scale=scale or 1.0, growth_interval=2, max_scale=2.0**12, enabled=bool(scale)
-            )
             policy = Policy(dtype=self.setup.dtype, flat_master=self.setup.flat)
-            self.mixed = MixedStep(policy, scaler)
+            self.mixed = MixedStep(policy, scaler_of(scale) if scale else guard_of(policy))
         self.mixed.attach(self.model)
         self.mixed.wrap(self.opt)
 
@@ -230,15 +233,53 @@ class Mixed(Plain):
         self.model.load_state_dict(state)
 
 
+class ByHand(Mixed):
+    """The same in a loop; the optimizer's step decides on a skip."""
+
+    def attach(self):
+        """Make masters."""
+        if not hasattr(self, "scaler"):
+            self.scaler = scaler_of(self.setup.scale) if self.setup.scale else None
+        settings = dict(dtype=self.setup.dtype, flat_master=self.setup.flat)
+        with_masters(self.model, self.opt, **settings)
+
+    def detach(self):
+        """Take the float32 model back."""
+        self.opt.masters.restore()
+
+    def backward(self, batch):
+        """Add the gradients of a batch, multiplied by the scale if there is one."""
+        loss = batch.loss(self.model)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def unscale(self):
+        """Unscale, and return whether all gradients are finite."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.opt)
+        return all(bool(p.grad.isfinite().all()) for p in self.params if p.grad is not None)
+
+    def step(self):
+        """Step, or skip."""
+        self.opt.step() if self.scaler is None else self.scaler.step(self.opt)
+
+    skip = step
+
+    def update(self):
+        """End the iteration."""
+        if self.scaler is not None:
+            self.scaler.update()
+
+
 class Laws(RuleBasedStateMachine):
     """What both sides do, and what is the same after it."""
 
     dtypes, flat, twin_of = [torch.float32], [False, True], staticmethod(Plain)
+    opts = list(OPTIMIZERS)
 
     @initialize(data=st.data())
     def start(self, data):
         """Make both sides."""
-        self.setup = data.draw(setups(self.dtypes, self.flat))
+        self.setup = data.draw(setups(self.dtypes, self.flat, self.opts))
         self.mine, self.twin = Mixed(self.setup), self.twin_of(self.setup)
         self.stage, self.saved = "empty", None  # of the gradients: or "scaled", or "true"
 
@@ -370,6 +411,13 @@ class HalfLaws(Laws):
     twin_of = staticmethod(lambda setup: Mixed(setup._replace(flat=False)))
 
 
+class HandLaws(Laws):
+    """In 16 bits: `MixedStep` and a loop by hand."""
+
+    dtypes, opts = [torch.float16, torch.bfloat16], ["torch SGD", "torch AdamW"]
+    twin_of = staticmethod(ByHand)
+
+
 MORE = int(os.environ.get("MORE_PROGRAMS", "0"))
 
 
@@ -397,3 +445,7 @@ def test_mixed_step_is_plain_training():
 
 def test_mixed_step_in_16_bits_is_the_same_flat():
     run(HalfLaws, 50)
+
+
+def test_mixed_step_in_16_bits_is_a_loop_by_hand():
+    run(HandLaws, 50)
