@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mixedfp.callback import PrecisionRecorder
 from mixedfp.examples import Darknet
-from mixedfp.overflow import find_overflow
-from mixedfp.report import precision_report
+from mixedfp.diagnose import find_overflow
+from mixedfp.diagnose import precision_report
 
 MODES = {"plain": [], "watched": [PrecisionRecorder]}
 

@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint
 from .examples import Darknet, cifar10, photos
 from .formats import MixedPrecisionError, NumberFormat, is_lost, ulp
 from .master import get_master, master2model, model_g2master_g, split_bn_bias
-from .report import PrecisionReport, plot_loss_scale
+from .diagnose import PrecisionReport, plot_loss_scale
 from .scaler import LossScaler
 from .step import MixedStep
 

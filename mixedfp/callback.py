@@ -25,15 +25,13 @@ from fastcore.meta import delegates
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .audit import PrecisionAudit
-from .audit import precision_audit as audit_of
+from . import diagnose
 from .cast import Policy
+from .diagnose import Overflow, PrecisionAudit, PrecisionReport
+from .diagnose.overflow import NOT_AGAIN, random_state
 from .formats import MixedPrecisionError
+from .master import norm_bias_ids
 from .nested import check_flag, check_positive, check_steps
-from .overflow import NOT_AGAIN, Overflow, random_state
-from .overflow import find_overflow as find_in_batch
-from .report import PrecisionReport
-from .report import precision_report as report_of
 from .scaler import LossScaler
 from .step import MixedStep, guard_of
 
@@ -272,7 +270,7 @@ class MixedPrecision(Callback):
         policy = self.mixed.policy
         settings: Any = dict(keep_fp32=policy.keep_fp32, native=policy.native)
         settings |= dict(dtype=policy.dtype, scale=float(it.scale), rng=it.rng, step=it.step)
-        return find_in_batch(self.learn.model, it.batch, it.loss_func, **settings)
+        return diagnose.find_overflow(self.learn.model, it.batch, it.loss_func, **settings)
 
     def _describe_overflow(self):
         try:
@@ -311,12 +309,21 @@ class MixedPrecision(Callback):
     @property
     def model_params(self) -> list[list[nn.Parameter]]:
         "The trained parameters: for each group a list of weights, and one of norms and biases."
-        return self._masters().param_lists(_groups(self.learn))
+        second, lists = norm_bias_ids(self.learn.model), []
+        for ps in _groups(self.learn):
+            ps = [p for p in ps if p in self._masters().index and p.requires_grad]
+            lists.append([p for p in ps if id(p) not in second])
+            lists.append([p for p in ps if id(p) in second])
+        return lists
 
     @property
     def master_params(self) -> list[list[torch.Tensor]]:
         "Their float32 masters; if flat, each list contains one vector, a copy for reading."
-        return self._masters().master_lists(_groups(self.learn))
+        masters = self._masters()
+        lists = [[masters[p] for p in ps] for ps in self.model_params]
+        if not masters.policy.flat_master:
+            return lists
+        return [[torch.cat([m.reshape(-1) for m in ms])] if ms else [] for ms in lists]
 
     def float_model(self) -> nn.Module:
         """Return a float32 twin of the model whose parameters are the masters.
@@ -452,11 +459,11 @@ def precision_report(
     self: Learner,
     n_batches: int = 1,  # number of training batches, > 0; callbacks do not receive them
     dtype: torch.dtype | None = None,  # default: that of the Learner, else float16
-    **kwargs,  # as in `mixedfp.report.precision_report`, instead of the Learner's settings
+    **kwargs,  # as in `mixedfp.diagnose.report.precision_report`, not the Learner's settings
 ) -> PrecisionReport:
     """Compare the model in 16 bits with itself in float32, module by module; nothing is changed.
 
-    Sync: reads numbers of every module. Raises: as `mixedfp.report.precision_report`.
+    Sync: reads numbers of every module. Raises: as `precision_report`.
     """
     check_steps("n_batches", n_batches)
     cb = vars(self).get("mp_cb")
@@ -466,13 +473,13 @@ def precision_report(
         now: dict[str, Any] = dict(loss_scale=cb.loss_scale, layer_scales=cb.layer_scales)
         kwargs = now | dict(keep_fp32=policy.keep_fp32, native=policy.native) | kwargs
     settings, model = {"training": True, **kwargs}, cast(nn.Module, self.model)
-    return report_of(model, _some_batches(self, n_batches), _loss_of(self), dtype, **settings)
+    return diagnose.precision_report(model, _some_batches(self, n_batches), _loss_of(self), dtype, **settings)
 
 
 @patch
 def precision_audit(self: Learner) -> PrecisionAudit:
     "Return the dtypes of the model and its optimizer, and the lost updates."
-    return audit_of(cast(nn.Module, self.model), *([] if self.opt is None else [self.opt]))
+    return diagnose.precision_audit(cast(nn.Module, self.model), *([] if self.opt is None else [self.opt]))
 
 # %% ../nbs/10_callback.ipynb #037782ea
 class PrecisionRecorder(Callback):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .engine.torch_private import NORMS, apply_to_own
+from .torch_private import NORMS, apply_to_own
 from .formats import MixedPrecisionError
 from .nested import cast_floats, check_dtype, check_flag, map_tensors, warn_once
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .engine import torch_private as private
+from . import torch_private as private
 from .formats import MixedPrecisionError, NumberFormat
 from .nested import check_factors, check_positive, check_steps, map_tensors, warn_once
 
@@ -186,8 +186,7 @@ class _Hooks:
         if type(node).__name__ == "CheckpointFunctionBackward":
             words = "a checkpoint with use_reentrant=True in a model with layer scales"
             raise MixedPrecisionError(f"{words}: expected use_reentrant=False")
-        owner = self.trace.owner(node)
-        factors = [n and self._unit_at(n) / self.trace.scale(node) for n in nexts]
+        owner, factors = self.trace.owner(node), [n and self._factor(node, n) for n in nexts]
         hooks: list[Callable] = []
         if owner is not None and self.observe is not None:
             hooks.append(partial(self.observe, owner))
@@ -199,9 +198,11 @@ class _Hooks:
             for hook in hooks:
                 node.register_hook(hook)
 
-    def _unit_at(self, node):
-        scale = self.trace.scale(node)
-        return 1.0 if scale == 1 or _EXIT in node.metadata else scale
+    def _factor(self, node, below):
+        "Return the factor of a gradient that goes from `node` to `below`, between their scales."
+        # an exit multiplies by the scale of its layer itself, so it takes a gradient without one
+        wanted = 1.0 if _EXIT in below.metadata else self.trace.scale(below)
+        return wanted / self.trace.scale(node)
 
     def _watch(self, owner, grads, _):
         for g in grads:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .cast import Policy
 from .engine.files import masters_of
-from .engine.torch_private import uncompiled
+from .torch_private import uncompiled
 from .step import MasterStep, MixedStep
 
 # %% ../nbs/09_optimizer.ipynb #abb9179a

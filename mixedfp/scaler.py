@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .engine import torch_private as private
+from . import torch_private as private
 from .formats import MixedPrecisionError
 from mixedfp.nested import (
     check_factors,

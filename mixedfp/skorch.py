@@ -20,7 +20,7 @@ from .cast import Policy, WrappedForward, to_float
 from .engine.buffers import BufferSnapshot
 from .engine.in_float32 import InFloat32
 from .engine.optimizers import evaluates_once
-from .engine.torch_private import uncompiled
+from .torch_private import uncompiled
 from .formats import MixedPrecisionError
 from .nested import check_flag, warn_once
 from .optimizer import with_masters

@@ -32,7 +32,7 @@ from mixedfp.engine.optimizers import (
     param_lists,
 )
 from .engine.ranks import join_ddp
-from mixedfp.engine.torch_private import (
+from mixedfp.torch_private import (
     count_as_stepped,
     hooks_around_step,
     outside_of_dynamo,

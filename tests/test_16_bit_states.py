@@ -7,8 +7,7 @@ import torch
 from laws import small_chunks
 from torch import nn
 
-from mixedfp.engine.flat import round_stochastically
-from mixedfp.formats import MixedPrecisionError
+from mixedfp.formats import MixedPrecisionError, round_stochastically
 from mixedfp.optimizer import with_masters
 
 BF16 = torch.bfloat16
@@ -38,7 +37,7 @@ def second(model, opt):
 def test_each_number_goes_to_a_neighbour_and_the_mean_stays():
     x = torch.randn(1000).repeat_interleave(400)
     noise = torch.randint(2**16, x.shape, dtype=torch.int32)
-    out = round_stochastically(torch.empty(len(x), dtype=BF16), x, noise).float()
+    out = round_stochastically(torch.empty(len(x), dtype=BF16), x, noise, 2**18).float()
     down = (x.view(torch.int32) & -65536).view(torch.float32)
     up = torch.where(down == x, down, ((x.view(torch.int32) & -65536) + 65536).view(torch.float32))
     assert ((out == down) | (out == up)).all() and (out == up).any() and (out == down).any()

@@ -6,7 +6,7 @@ import torch
 from torch import distributed, nn
 
 import mixedfp.callback  # noqa: F401, puts `precision_audit` on Learners
-from mixedfp.audit import precision_audit
+from mixedfp.diagnose import precision_audit
 from mixedfp.optimizer import with_masters
 
 N_IN, N_HIDDEN = 32, 64

@@ -167,6 +167,7 @@ def test_help_names_every_precision(capsys):
 def test_the_names_of_the_command_are_those_of_compare():
     compare = importlib.import_module("mixedfp.compare")
     assert tuple(compare.MODELS) == MODEL_NAMES and tuple(compare.OPTIMIZERS) == OPTIMIZER_NAMES
+    assert compare.PRECISIONS == list(PRECISIONS)
 
 
 def test_seeds_follow_the_first_and_a_run_that_diverged_is_saved(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from test_memory import Peak
 from torch import nn
 
-from mixedfp.memory import MODES, load, main, memory_of, on_meta
+from mixedfp.diagnose.memory import MODES, load, main, memory_of, on_meta
 from mixedfp.optimizer import with_masters
 
 STATES = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)

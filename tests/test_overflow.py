@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mixedfp.diagnose import find_overflow, precision_report
 from mixedfp.optimizer import with_masters
-from mixedfp.overflow import find_overflow
-from mixedfp.report import precision_report
 from mixedfp.testing import assert_same
 
 torch.set_num_threads(1)
@@ -337,7 +336,7 @@ def test_a_fix_with_which_training_diverges_is_not_printed(monkeypatch):
     batch = torch.randn(16, 4), torch.arange(16) % 2
     found = find_overflow(model, batch, F.cross_entropy)
     assert found.module == "1" and found.fixes == ("dtype=torch.bfloat16",)
-    monkeypatch.setattr("mixedfp.overflow.STEPS", 1)  # one step shows nothing
+    monkeypatch.setattr("mixedfp.diagnose.overflow.STEPS", 1)  # one step shows nothing
     assert "keep_fp32=['1']" in find_overflow(model, batch, F.cross_entropy).fixes
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import mixedfp.callback  # noqa: F401, gives Learner its methods
+from mixedfp.diagnose.report import INPUTS, precision_report
 from mixedfp.optimizer import with_masters
-from mixedfp.report import INPUTS, precision_report
 from mixedfp.testing import assert_same
 
 cross_entropy = nn.functional.cross_entropy

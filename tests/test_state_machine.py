@@ -2,9 +2,9 @@
 
 Two sides do the same, and agree after each verb, bit for bit: `MixedStep` in float32 and plain
 training, which knows of no scale and no master; in 16 bits, flat masters and a master for each
-parameter, and `MixedStep` and a loop by hand. What a rule's precondition leaves out is not promised. A failure prints its program, made
-small. More programs: `MORE_PROGRAMS=20 pytest tests/test_state_machine.py` makes twenty times as
-many.
+parameter, and `MixedStep` and a loop by hand. What a rule's precondition leaves out is not
+promised. A failure prints its program, made small. More programs: `MORE_PROGRAMS=20 pytest
+tests/test_state_machine.py` makes twenty times as many.
 """
 
 import copy

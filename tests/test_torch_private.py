@@ -13,10 +13,10 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mixedfp.engine import torch_private as private
+from mixedfp import torch_private as private
 from mixedfp.testing import assert_same
 
-PACKAGE = Path(private.__file__).parents[1]
+PACKAGE = Path(private.__file__).parent
 # attributes that have no function, and special names of the language and of pickle
 KNOWN = set(
     "_python_dispatch _subclasses _version _parameters _buffers _modules _asdict _replace".split()
@@ -55,8 +55,8 @@ def test_hooks_around_a_step_are_found():
     own = opt.register_step_pre_hook(print), opt.register_step_post_hook(repr)
     of_all = register_optimizer_step_pre_hook(str)
     try:
-        before, after = private.hooks_around_step(opt)  # masters of other tests may have some as well
-    assert ([h for h in before if h in (str, print)], after) == ([str, print], [repr])
+        before, after = private.hooks_around_step(opt)  # masters of other tests have some, too
+        assert ([h for h in before if h in (str, print)], after) == ([str, print], [repr])
     finally:
         for handle in (*own, of_all):
             handle.remove()

@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "bench"))
 import traffic  # noqa: E402
 from networks import LM, loss_of  # noqa: E402
 
-from mixedfp.memory import memory_of  # noqa: E402
+from mixedfp.diagnose import memory_of  # noqa: E402
 from mixedfp.optimizer import with_masters  # noqa: E402
 from mixedfp.scaler import any_nonfinite  # noqa: E402
 

@@ -376,3 +376,16 @@ def test_16_bit_parameters_that_join_later_are_refused_before_anything_is_traine
     with pytest.raises(MixedPrecisionError, match="has no master: it joined after"):
         opt.step()
     assert_same([p.detach() for p in model.parameters()], before)
+
+
+# Export
+
+
+@pytest.mark.parametrize("layout", ["each", "flat"])
+def test_the_twin_exports_while_gradients_are_left(layout):
+    pytest.importorskip("onnx")
+    model, opt = make("bf16", lr=0.1, **LAYOUTS[layout])
+    assert model[0].weight.grad is not None
+    x = torch.ones(2, 5)
+    torch.onnx.export(opt.masters.float_model(), (x,), file := io.BytesIO(), dynamo=False)
+    assert len(file.getvalue()) > 4 * sum(p.numel() for p in model.parameters())

@@ -24,7 +24,6 @@ def torch_optimizer(cls, **kwargs):
 
 ELEMENTWISE = {
     "sgd": partial(SGD, mom=0.9),
-    "sgd_l2": partial(SGD, mom=0.9, decouple_wd=False),
     "adam": Adam,
     "rmsprop": partial(RMSProp, mom=0.9),
     "radam": RAdam,
@@ -34,8 +33,13 @@ ELEMENTWISE = {
     "torch_adamw": torch_optimizer(torch.optim.AdamW),
     "torch_rmsprop": torch_optimizer(torch.optim.RMSprop, momentum=0.9, alpha=0.9),
 }
-LAYERWISE = {"larc": Larc, "lars": partial(Larc, clip=False), "lamb": Lamb}
-OPTIMIZERS = ELEMENTWISE | LAYERWISE
+OTHERS = {
+    "larc": Larc,
+    "lars": partial(Larc, clip=False),
+    "lamb": Lamb,
+    "sgd_l2": partial(SGD, mom=0.9, decouple_wd=False),  # writes into gradients
+}
+OPTIMIZERS = ELEMENTWISE | OTHERS
 
 # Models: a few hundred parameters
 

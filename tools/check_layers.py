@@ -1,16 +1,18 @@
 """Checks that each module imports only from the floors below it.
 
-    1 numbers   engine.torch_private ‖ formats ‖ testing ‖ nested ‖ sharded
+    1 numbers   torch_private ‖ formats ‖ testing ‖ nested ‖ sharded
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise
-    3 engine    in_float32, forward, gradients, masters, optimizers, flat, buffers, ranks: in
+    3 engine    in_float32, forward, gradients, files, masters, optimizers, flat, buffers, ranks: in
                 this order
-    4 step      step; and overflow, report, audit: what a model's numbers do, without a trainer
+    4 step      step; then diagnose, what a model's numbers do without a trainer: report, audit,
+                memory, overflow, and the package itself, from which their names are imported
     5 trainers  optimizer, callback ‖ skorch, checkpoint
-    6 tools     examples, command, memory, compare, all
+    6 tools     examples, compare, command, all
 
 Floors 1 to 4 and `optimizer` need torch, fastcore and the standard library alone; a function there
-may still import matplotlib or pandas when it is asked for a plot or a table. `command` imports what
-trains inside of a function, so that `--help` answers at once.
+may still import matplotlib or pandas when it draws a plot or a table, and `memory` the library that
+it loads a model from. `command` imports what trains inside of a function, so that `--help` answers
+at once.
 """
 
 import ast
@@ -21,15 +23,16 @@ from pathlib import Path
 from notebooks import ROOT
 
 PACKAGE = "mixedfp"
-ENGINE = "in_float32 forward gradients masters optimizers flat buffers ranks".split()
+ENGINE = "in_float32 forward gradients files masters optimizers flat buffers ranks".split()
 # each module may import those of earlier lines, and, in a list, those before it
 FLOORS = [
-    [{"engine.torch_private"}, {"formats"}, {"testing", "nested", "sharded"}],
+    [{"torch_private"}, {"formats"}, {"testing", "nested", "sharded"}],
     [{"cast", "master", "scaler", "layerwise"}],
     [{f"engine.{name}"} for name in ENGINE],
-    [{"step"}, {"report", "audit"}, {"overflow"}],
+    [{"step"}, {"diagnose.report", "diagnose.audit", "diagnose.memory"}, {"diagnose.overflow"}]
+    + [{"diagnose"}],
     [{"optimizer"}, {"callback", "skorch"}, {"checkpoint"}],
-    [{"examples"}, {"command", "memory"}, {"compare"}, {"all"}],
+    [{"examples"}, {"compare"}, {"command"}, {"all"}],
 ]
 STEPS = [names for floor in FLOORS for names in floor]
 BELOW = {name: set().union(*STEPS[:i]) for i, names in enumerate(STEPS) for name in names}
@@ -37,7 +40,8 @@ BARE = set().union(*(names for floor in FLOORS[:4] for names in floor)) | {"opti
 
 STANDS_BESIDE = {"callback": "skorch", "checkpoint": "skorch", "skorch": "fastai"}
 ON_IMPORT = sys.stdlib_module_names | {"torch", "fastcore"}
-IN_FUNCTIONS = ON_IMPORT | {"matplotlib", "pandas"}
+IN_FUNCTIONS = {name: ON_IMPORT | {"matplotlib", "pandas"} for name in BELOW}
+IN_FUNCTIONS["diagnose.memory"] |= {"transformers"}
 
 
 def imports(node: ast.AST, here: str, in_function: bool = False) -> Iterator[tuple[int, str, bool]]:
@@ -61,12 +65,13 @@ def complaint(module: str, name: str, in_function: bool) -> str | None:
     """Return what is wrong with `module` importing `name`, if anything is."""
     package, *rest = name.split(".")
     if package == PACKAGE:
-        own = ".".join(rest[:2]) if rest[:1] == ["engine"] else "".join(rest[:1])
-        if own in BELOW and own not in BELOW[module] and not (module == "command" and in_function):
+        names = ".".join(rest[:2]), "".join(rest[:1])
+        own = next((name for name in names if name in BELOW), None)
+        if own not in (None, module) and own not in BELOW[module]:
             return f"imports {PACKAGE}.{own}, which does not stand below it"
     elif module == "command" and not in_function and package not in sys.stdlib_module_names:
         return f"imports {package}: only the standard library, so that help comes at once"
-    elif module in BARE and package not in (IN_FUNCTIONS if in_function else ON_IMPORT):
+    elif module in BARE and package not in (IN_FUNCTIONS[module] if in_function else ON_IMPORT):
         return f"imports {package}: up to `optimizer`, only torch and fastcore"
     elif package == STANDS_BESIDE.get(module):
         return f"imports {package}: the trainers stand side by side"
@@ -76,10 +81,12 @@ def complaint(module: str, name: str, in_function: bool) -> str | None:
 def check(path: Path) -> list[str]:
     """List what is wrong with the imports of the module at `path`."""
     parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
-    module, shown = ".".join(parts), "/".join(parts) + ".py"
+    shown, is_package = "/".join(parts) + ".py", parts[-1] == "__init__"
+    module = ".".join(parts[:-1] if is_package else parts)
     if module not in BELOW:
         return [f"{shown}: has no floor; give it one in tools/check_layers.py"]
-    found = imports(ast.parse(path.read_text(encoding="utf-8")), f"{PACKAGE}.{module}")
+    here = f"{PACKAGE}.{module}" + ".__init__" * is_package
+    found = imports(ast.parse(path.read_text(encoding="utf-8")), here)
     told = [(line, complaint(module, name, inside)) for line, name, inside in found]
     return [f"{shown}:{line}: {text}" for line, text in dict.fromkeys(told) if text]
 
@@ -87,6 +94,7 @@ def check(path: Path) -> list[str]:
 def main() -> int:
     """Check the whole package."""
     modules = sorted(p for p in (ROOT / PACKAGE).rglob("*.py") if not p.stem.startswith("_"))
+    modules.append(ROOT / PACKAGE / "diagnose" / "__init__.py")
     found = [text for path in modules for text in check(path)]
     print("\n".join(found) if found else f"layers: {len(modules)} modules, all in order")
     return 1 if found else 0

@@ -50,7 +50,7 @@ def page_of(notebook: Path) -> str:
         return "index.md"
     folder = notebook.parent.relative_to(ROOT / "nbs").as_posix()
     name = notebook.stem
-    if folder in (".", "engine"):
+    if folder in (".", "engine", "diagnose"):
         name = re.sub(r"^\d+[a-z]?_", "", name)
     return f"{folder}/{name}.md".removeprefix("./")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cast import WrappedForward, is_castable, what_is_lost
-from .torch_private import all_hooks
+from ..torch_private import all_hooks
 from ..formats import MixedPrecisionError
 from ..nested import warn_once
 

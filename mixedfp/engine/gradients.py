@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from ..cast import Policy
-from .torch_private import at_end_of_backward
+from ..torch_private import at_end_of_backward
 
 # %% ../../nbs/engine/02a_gradients.ipynb #grad0wid
 GROUP = 2**21  # numbers of a grouped copy: 4 MiB that are there twice

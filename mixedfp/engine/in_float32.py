@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..cast import to_float
-from . import torch_private as private
+from .. import torch_private as private
 from ..nested import cast_floats, map_tensors
 
 # %% ../../nbs/engine/01_in_float32.ipynb #24057ec9

@@ -32,7 +32,6 @@ from mixedfp.engine.files import (
 from .forward import remove_forward
 from .gradients import Gradients
 from ..formats import MixedPrecisionError
-from ..master import norm_bias_ids
 from ..nested import warn_once
 from ..sharded import is_sharded
 
@@ -393,28 +392,6 @@ class Masters:
         self.sync()
         self.gradients.begin_forward()
 
-    def param_lists(
-        self,
-        groups: list[list[Parameter]],  # of an optimizer
-    ) -> list[list[Parameter]]:
-        "Return the trained parameters: for each group the weights, then norms and biases."
-        second, lists = norm_bias_ids(self.model), []
-        for ps in groups:
-            ps = [p for p in ps if p in self.index and p.requires_grad]
-            lists.append([p for p in ps if id(p) not in second])
-            lists.append([p for p in ps if id(p) in second])
-        return lists
-
-    def master_lists(
-        self,
-        groups: list[list[Parameter]],  # of an optimizer
-    ) -> list[list[Tensor]]:
-        "Return the masters of `param_lists`; if flat, one vector per list, a copy for reading."
-        lists = [[self[p] for p in ps] for ps in self.param_lists(groups)]
-        if not self.policy.flat_master:
-            return lists
-        return [[torch.cat([m.reshape(-1) for m in ms])] if ms else [] for ms in lists]
-
     def _adopt_masters(self, now, was):
         for h, m, n, w in zip(self.half, self.master, now, was, strict=True):
             if n != w and h is not m and h.device == m.device:
@@ -444,15 +421,14 @@ class Masters:
         if not self.n_steps or p.requires_grad or p.itemsize != 2:
             return
         named = dict(self.model.named_parameters())
-        parts = next(name for name, q in named.items() if q is p).split(".")
-        roots = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-        frozen = (r for r in roots if not any(q.requires_grad for k, q in named.items()
-                                              if k == r or k.startswith(f"{r}.")))
-        root = next(frozen)
+        name = next(name for name, q in named.items() if q is p)
+        first, trained = name.split(".")[0], [k for k, q in named.items() if q.requires_grad]
+        if any(k.split(".")[0] == first for k in trained):
+            first = name.rpartition(".")[0]
         warn_once(
-            f"the frozen weights of `{root}` were written between two steps: an average that is "
+            f"the frozen weights of `{first}` were written between two steps: an average that is "
             f"computed in {p.dtype} lags behind, because small changes are rounded away. Use "
-            f"keep_fp32=[{root!r}], or compute it inside `with opt.masters.shown():`"
+            f"keep_fp32=[{first!r}], or compute it inside `with opt.masters.shown():`"
         )
 
     def end_step(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from . import torch_private as private
+from .. import torch_private as private
 from .files import masters_of
 from .masters import Masters
 from ..formats import MixedPrecisionError
