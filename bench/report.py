@@ -25,9 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from mixedfp.callback import PrecisionRecorder
+from mixedfp.diagnose import find_overflow, precision_report
 from mixedfp.examples import Darknet
-from mixedfp.diagnose import find_overflow
-from mixedfp.diagnose import precision_report
 
 MODES = {"plain": [], "watched": [PrecisionRecorder]}
 

@@ -12,10 +12,10 @@ __all__ = ['MixedPrecision', 'mixed_precision', 'MixedPrecisionError', 'Precisio
 from .callback import MixedPrecision, PrecisionRecorder, mixed_precision
 from .cast import bn2float, model2float, model2half, to_float, to_half
 from .checkpoint import Checkpoint
+from .diagnose import PrecisionReport, plot_loss_scale
 from .examples import Darknet, cifar10, photos
 from .formats import MixedPrecisionError, NumberFormat, is_lost, ulp
 from .master import get_master, master2model, model_g2master_g, split_bn_bias
-from .diagnose import PrecisionReport, plot_loss_scale
 from .scaler import LossScaler
 from .step import MixedStep
 

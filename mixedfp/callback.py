@@ -473,13 +473,15 @@ def precision_report(
         now: dict[str, Any] = dict(loss_scale=cb.loss_scale, layer_scales=cb.layer_scales)
         kwargs = now | dict(keep_fp32=policy.keep_fp32, native=policy.native) | kwargs
     settings, model = {"training": True, **kwargs}, cast(nn.Module, self.model)
-    return diagnose.precision_report(model, _some_batches(self, n_batches), _loss_of(self), dtype, **settings)
+    batches, loss_func = _some_batches(self, n_batches), _loss_of(self)
+    return diagnose.precision_report(model, batches, loss_func, dtype, **settings)
 
 
 @patch
 def precision_audit(self: Learner) -> PrecisionAudit:
     "Return the dtypes of the model and its optimizer, and the lost updates."
-    return diagnose.precision_audit(cast(nn.Module, self.model), *([] if self.opt is None else [self.opt]))
+    optimizers = [] if self.opt is None else [self.opt]
+    return diagnose.precision_audit(cast(nn.Module, self.model), *optimizers)
 
 # %% ../nbs/10_callback.ipynb #037782ea
 class PrecisionRecorder(Callback):

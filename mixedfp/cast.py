@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .torch_private import NORMS, apply_to_own
 from .formats import MixedPrecisionError
 from .nested import cast_floats, check_dtype, check_flag, map_tensors, warn_once
+from .torch_private import NORMS, apply_to_own
 
 # %% ../nbs/04_cast.ipynb #502f81c6
 def to_half(

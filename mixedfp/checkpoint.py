@@ -258,7 +258,8 @@ class Checkpoint(Callback):
                   for cb in self._counting()]
         progress = {"n_done": self.epoch + 1, "train_iter": self.train_iter, "callbacks": counts}
         mixed = _scaling(self.learn)
-        progress["grad_scale"] = 1.0 if mixed is None else mixed.scaler.scale_of(mixed.opt.core)
+        known = None if mixed is None else mixed.scaler.known_of(mixed.opt.core)
+        progress["grad_scale"] = 1.0 if known is None else known.scale
         scales = {k: scaler.state_dict() for k, scaler in _scalers(self.learn).items()}
         return {"format": _FORMAT, "ranks": ranks, **progress, **scales}
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from .cast import Policy
 from .engine.files import masters_of
-from .torch_private import uncompiled
 from .step import MasterStep, MixedStep
+from .torch_private import uncompiled
 
 # %% ../nbs/09_optimizer.ipynb #abb9179a
 _all_ = ["masters_of"]

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -72,14 +72,14 @@ def _params(optimizer):
 
 @torch.no_grad()
 def _multiply_(optimizer, factor):
-    for p in _params(optimizer) if factor != 1 else ():
+    for p in _params(optimizer):
         if p.grad is not None:
             p.grad.mul_(factor)
 
 
 @torch.no_grad()
-def _unscale(optimizer, scale):
-    "Divide the gradients by `scale`; return whether one has inf or nan, and their new scale."
+def _unscale(optimizer, scale, watched):
+    "Divide the gradients by `scale`; return whether one has inf or nan, `watched`, the new scale."
     params = _params(optimizer)
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
@@ -95,15 +95,21 @@ def _unscale(optimizer, scale):
             "would flush to zero. Use float32 masters, with_masters(model, optimizer); with "
             "half_grads=True leave unscale_() out"
         )
-    return _agreed(any_nonfinite(grads, 1 / scale), params), 1.0
+    found, is_changed = _check(grads, 1 / scale, watched)
+    return _agreed(found, params), is_changed, 1.0
 
 
-@torch.no_grad()
 def any_nonfinite(
     grads: list[Tensor],  # dense or sparse; multiplied in place
     factor: float = 1.0,  # 1 for a check only: the unscaling kernel is also the fastest check
 ) -> bool:
     "Whether one of `grads` contains inf or nan. Sync: one read per device."
+    return _check(grads, factor, ())[0]
+
+
+@torch.no_grad()
+def _check(grads, factor, watched):
+    "Return whether one of `grads` is not finite, and one of `watched`, (), not 0: in one read."
     kinds, flags, norms = defaultdict(list), defaultdict(list), defaultdict(list)
     for g in grads:
         is_usual = type(g) is Tensor and not (g.is_sparse or g.is_complex())
@@ -118,11 +124,14 @@ def any_nonfinite(
             flag, scale = torch.linspace(0, factor, 2, dtype=torch.float32, device=device)
             private.unscale_each_(parts, scale, flag)
             flags[device].append(flag)
-    found = False
-    for device in {device for device, _ in kinds}:
-        n, read = len(flags[device]), torch.stack([*flags[device], *norms[device]]).tolist()
-        found |= any(read[:n]) or not all(map(math.isfinite, read[n:]))
-    return found
+    found = is_changed = False
+    for device in {device for device, _ in kinds} | {t.device for t in watched}:
+        own = [t for t in watched if t.device == device]
+        read = torch.stack([*own, *flags[device], *norms[device]]).tolist()
+        ends = len(own), len(own) + len(flags[device])
+        is_changed |= any(read[: ends[0]])
+        found |= any(read[slice(*ends)]) or not all(map(math.isfinite, read[ends[1] :]))
+    return found, is_changed
 
 
 def _for_kernel(grad):
@@ -132,15 +141,16 @@ def _for_kernel(grad):
     return [torch.view_as_real(grad) if grad.is_complex() else grad]
 
 
-def _look(optimizer, scale):
+def _look(optimizer, scale, watched):
     params = _params(optimizer)
-    found = any_nonfinite([p.grad for p in params if p.grad is not None])
-    return _agreed(found, params), scale
+    found, is_changed = _check([p.grad for p in params if p.grad is not None], 1.0, watched)
+    return _agreed(found, params), is_changed, scale
 
 
 def _agreed(found, params):
     "Return `found`, or True if a process that shares some of `params` found inf or nan."
-    groups = groups_of(params)
+    is_shared = distributed.is_available() and distributed.is_initialized()
+    groups = groups_of(params) if is_shared else []
     if not groups:
         return found
     device = next(p.device for p in params if is_sharded(p))
@@ -217,6 +227,7 @@ class Verdict(NamedTuple):
 
     found_inf: bool  # a gradient is inf or nan: the step is skipped
     inv_scale: float | None = None  # the gradients are still to be multiplied by it
+    is_written: bool | None = None  # on a GPU: other code wrote weights; None: not compared
 
 
 class _Progress(NamedTuple):
@@ -242,6 +253,7 @@ class _Gradients(NamedTuple):
     scale: float  # the factor they are multiplied by; 1.0 once unscaled
     found: bool | None = None  # whether they contained inf or nan; None: not checked
     has_stepped: bool = False  # since the last loss and `update`
+    is_written: bool | None = None  # as in `Verdict`
 
 
 class Guarded(functools.partial):
@@ -325,20 +337,22 @@ class LossScaler(GradScaler):
             self._iteration = _Iteration(self._now.scale)
         else:
             self._iteration = self._with_checks()
+        scale = self._iteration.scale
         for optimizer, known in list(self._known.items()):
-            _multiply_(optimizer, self.used_scale / known.scale)
-            self._known[optimizer] = _Gradients(self.used_scale)
-        found: list[Tensor] = []
-        scaled = map_tensors(lambda t: found.append(t) or self._multiply(t), outputs)
-        if not found:
-            raise ValueError("outputs must be a tensor, or a list, tuple or dict of tensors")
+            if known.scale != scale:
+                _multiply_(optimizer, scale / known.scale)
+            self._known[optimizer] = _Gradients(scale)
         self.n_scaled += 1
+        if self.layers is None and self.only_checks:
+            return outputs
+        scaled = map_tensors(self._multiply, outputs)
+        if scaled is outputs:
+            self.n_scaled -= 1
+            raise ValueError("outputs must be a tensor, or a list, tuple or dict of tensors")
         return scaled
 
     def _multiply(self, loss):
         loss = loss if self.layers is None else self.layers.trace_loss(loss)
-        if self.only_checks:
-            return loss
         return loss * torch.full((), self.used_scale, dtype=torch.float32, device=loss.device)
 
     def open(self, optimizer: Any, scale: float = 1.0, found: bool | None = None) -> None:
@@ -360,37 +374,36 @@ class LossScaler(GradScaler):
 
     def look(self, optimizer: Any) -> Verdict:
         "Decide about the step of `optimizer`, once per iteration; `half_grads` stay scaled."
-        masters = getattr(optimizer, "masters", None)
-        keeps_scale = masters is not None and masters.policy.half_grads
-        (self.check if keeps_scale else self.unscale_)(optimizer)
-        known = self._known_of(optimizer)
-        return Verdict(bool(known.found), None if known.scale == 1 else 1 / known.scale)
+        known = self.known_of(optimizer)
+        if known.found is None and self.is_enabled():
+            masters = getattr(optimizer, "masters", None)
+            keeps_scale = masters is not None and masters.policy.half_grads
+            (self.check if keeps_scale else self.unscale_)(optimizer)
+            known = self._known[optimizer]
+        inv_scale = None if known.scale == 1 else 1 / known.scale
+        return Verdict(bool(known.found), inv_scale, known.is_written)
 
-    def has_looked(self, optimizer: Any) -> bool:
-        "Whether the gradients of `optimizer` were checked since the last loss and `update`."
-        return self._known_of(optimizer).found is not None
-
-    def _known_of(self, optimizer):
-        return self._known.setdefault(optimizer, _Gradients(self.used_scale))
+    def known_of(self, optimizer: Any) -> _Gradients:
+        "Return the scale and the check of the gradients of `optimizer`."
+        known = self._known.get(optimizer)
+        return _Gradients(self.used_scale) if known is None else known
 
     def _check(self, optimizer, how):
-        known = self._known_of(optimizer)
+        known = self.known_of(optimizer)
         if not self.is_enabled() or known.found is not None:
             return
         if self._iteration is None:
             raise MixedPrecisionError("no loss was scaled: call scaler.scale(loss).backward()")
         if self.layers is not None and self.layers.is_scaling and self.n_scaled:
             self.layers.unscale()
-        found, scale = how(optimizer, known.scale)
-        self._known[optimizer] = known._replace(found=found, scale=scale)
+        masters = getattr(optimizer, "master_step", None)
+        watched = masters.differences() if masters is not None and masters.on_gpu else ()
+        found, is_written, scale = how(optimizer, known.scale, watched)
+        self._known[optimizer] = known._replace(found=found, scale=scale, is_written=is_written)
 
     def found_nonfinite(self, optimizer: Any) -> bool:
         "Whether the last check of the gradients of `optimizer` found inf or nan."
         return optimizer in self._known and bool(self._known[optimizer].found)
-
-    def scale_of(self, optimizer: Any) -> float:
-        "Return the scale that the gradients of `optimizer` are multiplied by."
-        return self._known[optimizer].scale if optimizer in self._known else self.used_scale
 
     def adopt(self, optimizer: Any, scale: float = 1.0, found: bool | None = None) -> None:
         "Treat the gradients of `optimizer` as multiplied by `scale`; `found`: others checked them."
@@ -398,7 +411,7 @@ class LossScaler(GradScaler):
 
     def release(self, optimizer: Any) -> None:
         "Unscale the current gradients of `optimizer` and forget it."
-        _multiply_(optimizer, 1 / self.scale_of(optimizer))
+        _multiply_(optimizer, 1 / self.known_of(optimizer).scale)
         self._known.pop(optimizer, None)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -411,7 +424,7 @@ class LossScaler(GradScaler):
         if not self.is_enabled():
             done = optimizer.step(*args, **kwargs)
             return True if done is None else done
-        if self._known_of(optimizer).has_stepped:
+        if self.known_of(optimizer).has_stepped:
             raise RuntimeError("step() has already been called since the last update()")
         masters: Any = getattr(optimizer, "master_step", None)
         if masters is not None:
@@ -422,7 +435,7 @@ class LossScaler(GradScaler):
         else:
             found = self.look(optimizer).found_inf
             done = False if found else self._step_once(optimizer, *args, **kwargs)
-        self._known[optimizer] = self._known[optimizer]._replace(has_stepped=True)
+        self._known[optimizer] = self.known_of(optimizer)._replace(has_stepped=True)
         if self.found_nonfinite(optimizer):
             private.count_as_stepped(optimizer)  # else a schedule warns of a missing step
             if masters is not None:

@@ -20,11 +20,11 @@ from .cast import Policy, WrappedForward, to_float
 from .engine.buffers import BufferSnapshot
 from .engine.in_float32 import InFloat32
 from .engine.optimizers import evaluates_once
-from .torch_private import uncompiled
 from .formats import MixedPrecisionError
 from .nested import check_flag, warn_once
 from .optimizer import with_masters
 from .scaler import LossScaler
+from .torch_private import uncompiled
 
 # %% ../nbs/13_skorch.ipynb #c3e87932
 class AutocastForward(WrappedForward):

@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .cast import Policy
 from .engine.buffers import BufferSnapshot
+from .engine.files import as_own_storage, owner_of
 from .engine.flat import ChunkLoop, check_joined, lay_out
 from .engine.forward import install_forward
 from .engine.gradients import widen
-from .engine.files import as_own_storage, owner_of
 from .engine.masters import Masters
 from mixedfp.engine.optimizers import (
     core_of,
@@ -32,16 +32,16 @@ from mixedfp.engine.optimizers import (
     param_lists,
 )
 from .engine.ranks import join_ddp
+from .formats import MixedPrecisionError
+from .layerwise import LayerwiseGradientScaler
+from .nested import check_positive, warn_once
+from .scaler import Guarded, LossScaler, ScaleRecord, Verdict
 from mixedfp.torch_private import (
     count_as_stepped,
     hooks_around_step,
     outside_of_dynamo,
     uncompiled,
 )
-from .formats import MixedPrecisionError
-from .layerwise import LayerwiseGradientScaler
-from .nested import check_positive, warn_once
-from .scaler import Guarded, LossScaler, ScaleRecord, Verdict
 
 # %% ../nbs/08_step.ipynb #190bbcfc
 def guard_of(
@@ -70,6 +70,7 @@ class MasterStep:
         self.opt, self.core, self.masters = opt, core_of(opt), masters
         policy = masters.policy
         self.is_half = policy.dtype.itemsize == 2
+        self.on_gpu = any(p.is_cuda for ps in param_lists(self.core) for p in ps)
         self.guard = guard_of(policy)  # replaced by the scaler that steps this optimizer
         self.is_removed = False
         self.extras: dict[str, Any] = {}  # saved with the model: loss scale, layer scales
@@ -129,10 +130,16 @@ class MasterStep:
 
         return call
 
-    def shown(self) -> Any:
+    def _members(self):
+        return self.masters.members(p for ps in param_lists(self.core) for p in ps)
+
+    def shown(self, compare: bool = True) -> Any:
         "Swap the masters of this optimizer's parameters in while a block runs."
-        params = [p for ps in param_lists(self.core) for p in ps]
-        return self.masters.shown(self.masters.members(params))
+        return self.masters.shown(self._members(), compare)
+
+    def differences(self) -> list[Tensor]:  # (), not 0 if other code wrote a weight on a GPU
+        "Return what a scaler reads together with its check of the gradients."
+        return self.masters.differences(self._members())
 
     # --- the step ---
 
@@ -153,7 +160,7 @@ class MasterStep:
                 return guard.step_alone(self.core, closure)  # which calls this again
             return self._step_with(closure)
         verdict, is_alone = self._decide()
-        done = self.skip() if verdict.found_inf else self._step_once(verdict.inv_scale)
+        done = self.skip() if verdict.found_inf else self._step_once(verdict)
         if is_alone:
             guard.update()
         return done if loss is None else loss
@@ -162,19 +169,24 @@ class MasterStep:
         "Return the verdict, and whether this step is an iteration of its own."
         guard, given = self.guard, vars(self.core)
         if given.get("found_inf") is not None:  # PyTorch's scaler has decided
-            found, scale = bool(given["found_inf"].item() > 0), given.get("grad_scale")
+            flag, scale = given["found_inf"].view(()), given.get("grad_scale")
+            watched = self.differences() if self.on_gpu else []
+            watched = [t.to(flag.device) for t in watched]
+            found, *changes = torch.stack([flag, *watched]).tolist()
             scale = 1.0 if scale is None else float(scale)
-            guard.open(self.core, scale, found)
-            return Verdict(found, None if scale == 1 else 1 / scale), True
-        is_alone = not (guard.n_scaled or guard.has_looked(self.core))
+            guard.open(self.core, scale, found > 0)
+            return Verdict(found > 0, None if scale == 1 else 1 / scale, any(changes)), True
+        is_alone = not guard.n_scaled and guard.known_of(self.core).found is None
         if is_alone:
             guard.open(self.core)
             if self.masters.policy.dtype == torch.float16 and guard.only_checks:
                 warn_once(_NO_SCALE)
         return guard.look(self.core), is_alone
 
-    def _step_once(self, inv_scale):
-        done = None
+    def _step_once(self, verdict):
+        done, inv_scale = None, verdict.inv_scale
+        if self.on_gpu and verdict.is_written is not False:
+            self.masters.sync(self._members())
         if self.loop is not None:
             self._step_chunks(inv_scale)
         else:
@@ -182,7 +194,7 @@ class MasterStep:
             check_joined(self.masters, params)
             with torch.no_grad():  # other code may have set them
                 widen(params)
-            with self.shown():
+            with self.shown(compare=not self.on_gpu):
                 if inv_scale is not None:
                     torch._foreach_mul_(grads_of(self.core), inv_scale)
                 done = self._step_raw()

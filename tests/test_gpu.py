@@ -337,7 +337,23 @@ def test_the_host_waits_once_a_step_for_the_check(how):
     assert sum(waits) <= 4 + 1  # the profiler's own at its end
 
 
-# Models that move, and the check
+# Models that move, the check, and what others write
+
+
+@pytest.mark.parametrize("how", [{}, FLAT, dict(skip_nonfinite=False)], ids=str)
+@pytest.mark.parametrize("name", ["sgd", "adamw_fused"])
+def test_a_weight_written_through_data_is_kept_in_the_step(name, how):
+    """It is found by what the check reads; without the check, on the GPU."""
+    model, opt = make(mlp, OPTIMIZERS[name], BF16, **how)
+    train(model, opt, rows, 2)
+    for group in opt.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    weight, before = next(model.parameters()), opt.masters[next(model.parameters())].clone()
+    weight.data[0] = 1.5
+    train(model, opt, rows, 1)
+    now = opt.masters[weight]
+    assert_same(now[0], torch.full_like(now[0], 1.5))
+    assert_same(now[1:], before[1:])
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU, or a simulated one")

@@ -20,7 +20,7 @@ import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
 from mixedfp.cast import Policy
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
-from mixedfp.scaler import LossScaler
+from mixedfp.scaler import LossScaler, Verdict
 from mixedfp.skorch import MixedPrecisionMixin
 from mixedfp.step import MixedStep
 
@@ -192,6 +192,6 @@ def test_the_verdict_is_a_value_and_the_gradients_are_read_once(monkeypatch):
     scaler = LossScaler(init_scale=8.0)
     scaler.scale(net(torch.ones(1, 1)).sum() * math.inf).backward()
     verdict = scaler.look(opt)
-    monkeypatch.setattr("mixedfp.scaler.any_nonfinite", None)
-    assert verdict == scaler.look(opt) == (True, None)
+    monkeypatch.setattr("mixedfp.scaler._check", None)
+    assert verdict == scaler.look(opt) == Verdict(True, None, False)
     assert scaler.step(opt) is False and opt.master_step.guard is scaler

@@ -116,6 +116,18 @@ def test_in_the_step_a_written_weight_is_that_of_a_loaded_model(layout, fused, n
         assert_same(dict(model.state_dict()), dict(twin.state_dict()))
 
 
+@pytest.mark.parametrize("read", READ)
+@layouts
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_last_of_several_writes_is_kept(dtype, layout, read):
+    model, opt = make(dtype, **LAYOUTS[layout])
+    for value in (1.5, 2.5):
+        model[0].weight.data.fill_(value)
+        assert_same(saved(model, opt), torch.full((6, 5), value))
+    model[0].weight.data[0] = 0.5
+    assert (READ[read](model, opt)[0] == 0.5).all()
+
+
 LENT = {
     "state_dict": saved,
     "float_model": lambda model, opt: opt.masters.float_model()[0].weight.detach(),
@@ -188,6 +200,17 @@ def test_a_copy_of_a_part_is_a_plain_float32_module(dtype, layout, saver):
             assert_same(twin.detach(), opt.masters[part])
     twin = copy.deepcopy(net)
     assert twin[3].twin is twin[0].weight
+
+
+def test_a_buffer_that_is_written_is_kept_by_a_skip_if_it_is_saved():
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    net, opt = with_masters(net, torch.optim.SGD(net.parameters(), 0.1), dtype="bf16")
+    net[1].running_mean.fill_(7.0)
+    opt.masters.snapshot.save()
+    (net(torch.ones(4, 3)).sum() * torch.inf).backward()
+    opt.step()
+    assert opt.masters.n_skipped == 1
+    assert_same(net[1].running_mean, torch.full((2,), 7.0))
 
 
 # Averages of weights inside the model

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import report
 from ..cast import Policy, to_float
-from ..torch_private import uncompiled
+from . import report
 from ..nested import map_tensors
 from ..scaler import LossScaler
 from ..step import MixedStep
+from ..torch_private import uncompiled
 
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a0008
 @dataclass(frozen=True, repr=False)

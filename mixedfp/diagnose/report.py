@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..cast import Policy, is_castable, model2float, model2half
-from ..engine.forward import install_forward
 from ..engine.files import masters_of
-from ..torch_private import uncompiled
+from ..engine.forward import install_forward
 from ..formats import NumberFormat
 from ..nested import check_positive, map_tensors
+from ..torch_private import uncompiled
 
 # %% ../../nbs/diagnose/01_report.ipynb #cc0e14bb
 _BIAS, _MASK = 127, 254  # float32's exponent bias; the stored exponent of mask constants

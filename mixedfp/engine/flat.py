@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from ..cast import SECOND_MOMENTS
 from .gradients import NARROW
-from .masters import Masters, take_writes
+from .masters import Masters, take_writes_of
 from .optimizers import Shadow, param_lists
 from ..formats import MixedPrecisionError, join_into, round_stochastically, split_into
 from ..master import norm_bias_ids, norm_types
@@ -127,13 +127,6 @@ class Vector:
         elif self.is_cast:
             self.half.copy_(self.master)
 
-    def take_writes(self) -> None:
-        "Adopt weights that other code wrote, where they are not the rounded masters."
-        if self.remainder is None and self.is_cast:
-            size = chunk_size(self.master.device)
-            for a in range(0, len(self.master), size):
-                take_writes([(self.master[a : a + size], self.half[a : a + size])])
-
     def pack(self, masters: Masters) -> None:
         "Split the masters into weights and remainders, if this vector has remainders."
         if self.remainder is not None and self.master is not None:
@@ -183,9 +176,9 @@ def check_joined(
     for p in params:
         if p.dtype in NARROW and id(p) not in known:
             raise MixedPrecisionError(
-                f"a parameter of shape {tuple(p.shape)} in {p.dtype} has no master: it joined after "
-                "the masters were made. Call opt.masters.restore(), add it in float32 (or call "
-                "weight_norm again), and then with_masters() or to_fp16() again"
+                f"a parameter of shape {tuple(p.shape)} in {p.dtype} has no master: it joined "
+                "after the masters were made. Call opt.masters.restore(), add it in float32 (or "
+                "call weight_norm again), and then with_masters() again"
             )
 
 
@@ -260,8 +253,8 @@ class Chunk:
         if vector.remainder is not None:
             stored = vector.half[self.part], vector.remainder[self.part]
             self.param.data = join_into(self.full, *stored)
-        elif vector.is_cast:
-            take_writes([(self.full, vector.half[self.part])])
+        elif vector.is_cast and self.full.is_cpu:  # a GPU has compared before the step
+            take_writes_of((self.full,), (vector.half[self.part],))
         self.param.grad = grad
         for k in self.narrow:
             self.state[k] = self.views[k].float()

@@ -17,10 +17,10 @@ from torch.nn.functional import group_norm, layer_norm, rms_norm
 
 from ..cast import Policy, WrappedForward, is_called, to_float
 from .in_float32 import InFloat32, has_arithmetic
-from ..torch_private import uncompiled
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, warn_once
+from ..torch_private import uncompiled
 
 # %% ../../nbs/engine/02_forward.ipynb #81b170f7
 class HalfForward(WrappedForward):

@@ -18,8 +18,8 @@ from torch.compiler import is_compiling, is_exporting
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ..cast import to_float
 from .. import torch_private as private
+from ..cast import to_float
 from ..nested import cast_floats, map_tensors
 
 # %% ../../nbs/engine/01_in_float32.ipynb #24057ec9
@@ -94,7 +94,13 @@ class InFloat32(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, in float32 if the mode covers it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        is_lookup = self._is_lookup(args, kwargs)
+        is_table = is_index = False  # a trained weight that is read by integers is looked up
+        for a in (*args, *kwargs.values()):
+            for t in a if type(a) is tuple else (a,):
+                if isinstance(t, Tensor):
+                    is_table |= t.requires_grad and t.is_leaf and t.dtype == self.dtype
+                    is_index |= t.dtype in _INTEGERS
+        is_lookup = is_table and is_index and torch.is_grad_enabled()
         if name not in self.names and not is_lookup:
             return func(*args, **kwargs)
         # `out=` and products in an exported program stay native
@@ -109,16 +115,6 @@ class InFloat32(TorchFunctionMode):
         if name in PRODUCTS or name in _RECURRENT:
             return self._multiply(func, (args, kwargs), is_autocast)
         return func(*args, **kwargs)
-
-    def _is_lookup(self, args, kwargs):
-        "Whether a trained 16-bit weight is read by integer indices, perhaps often by one."
-        if not torch.is_grad_enabled():
-            return False
-        both = (*args, *kwargs.values())
-        for t in both:
-            if isinstance(t, Tensor) and t.dtype == self.dtype and t.requires_grad and t.is_leaf:
-                return not _INTEGERS.isdisjoint(_dtypes(both))
-        return False
 
     def _look_up(self, func, args, kwargs):
         "Look rows up, and sum their gradients in float32; in bfloat16 a count stops at 256."
@@ -159,14 +155,10 @@ _TABLES = {
 }
 
 
-def _dtypes(o):
+def _float_dtypes(o):
     found = set()
     map_tensors(lambda t: found.add(t.dtype) or t, o)
-    return found
-
-
-def _float_dtypes(o):
-    return {dtype for dtype in _dtypes(o) if dtype.is_floating_point}
+    return {dtype for dtype in found if dtype.is_floating_point}
 
 
 def _call(func, inputs):

@@ -106,7 +106,8 @@ class DDPAverage:
             masters: Any = masters_of(model)
             with masters.shown():
                 take_from_first(model.parameters(), ddp.process_group)
-            if not any(_after_model in hooks.values() for hooks in private.all_hooks(model).values()):
+            kinds = private.all_hooks(model).values()
+            if not any(_after_model in hooks.values() for hooks in kinds):
                 masters.own(model.register_forward_hook(_after_model))
             self.models.append(model)
 
