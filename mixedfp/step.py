@@ -70,7 +70,6 @@ class MasterStep:
         self.opt, self.core, self.masters = opt, core_of(opt), masters
         policy = masters.policy
         self.is_half = policy.dtype.itemsize == 2
-        self.on_gpu = any(p.is_cuda for ps in param_lists(self.core) for p in ps)
         self.guard = guard_of(policy)  # replaced by the scaler that steps this optimizer
         self.is_removed = False
         self.extras: dict[str, Any] = {}  # saved with the model: loss scale, layer scales
@@ -130,6 +129,11 @@ class MasterStep:
 
         return call
 
+    @property
+    def on_gpu(self) -> bool:
+        "Whether parameters are on a GPU now, by the first and the last of each group."
+        return any(p.is_cuda for ps in param_lists(self.core) if ps for p in (ps[0], ps[-1]))
+
     def _members(self):
         return self.masters.members(p for ps in param_lists(self.core) for p in ps)
 
@@ -184,8 +188,8 @@ class MasterStep:
         return guard.look(self.core), is_alone
 
     def _step_once(self, verdict):
-        done, inv_scale = None, verdict.inv_scale
-        if self.on_gpu and verdict.is_written is not False:
+        done, inv_scale, on_gpu = None, verdict.inv_scale, self.on_gpu
+        if on_gpu and verdict.is_written is not False:
             self.masters.sync(self._members())
         if self.loop is not None:
             self._step_chunks(inv_scale)
@@ -194,7 +198,7 @@ class MasterStep:
             check_joined(self.masters, params)
             with torch.no_grad():  # other code may have set them
                 widen(params)
-            with self.shown(compare=not self.on_gpu):
+            with self.shown(compare=not on_gpu):
                 if inv_scale is not None:
                     torch._foreach_mul_(grads_of(self.core), inv_scale)
                 done = self._step_raw()

@@ -342,9 +342,15 @@ def test_the_host_waits_once_a_step_for_the_check(how):
 
 @pytest.mark.parametrize("how", [{}, FLAT, dict(skip_nonfinite=False)], ids=str)
 @pytest.mark.parametrize("name", ["sgd", "adamw_fused"])
-def test_a_weight_written_through_data_is_kept_in_the_step(name, how):
+@pytest.mark.parametrize("moves", [False, True], ids=["made there", "moved there"])
+def test_a_weight_written_through_data_is_kept_in_the_step(moves, name, how):
     """It is found by what the check reads; without the check, on the GPU."""
-    model, opt = make(mlp, OPTIMIZERS[name], BF16, **how)
+    if moves:
+        model = mlp()
+        model, opt = with_masters(model, OPTIMIZERS[name](model.parameters()), dtype=BF16, **how)
+        model.to(DEVICE)
+    else:
+        model, opt = make(mlp, OPTIMIZERS[name], BF16, **how)
     train(model, opt, rows, 2)
     for group in opt.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
