@@ -88,7 +88,7 @@ class MixedPrecision(Callback):
         store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 extra bytes, exact
         state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
         half_grads: bool = False,  # flat: gradients stay in 16 bits, and scaled, until the step
-        skip_nonfinite: bool = True,  # bfloat16: skip a step with inf or nan in the gradients
+        skip_nonfinite: bool = True,  # without a loss scale: skip a step with inf or nan
     ):
         vars(self)["learn"] = None
         settings: Any = dict(dtype=dtype, flat_master=flat_master, keep_fp32=keep_fp32)

@@ -69,7 +69,7 @@ def with_masters(
     store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 extra bytes, exact
     state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
     half_grads: bool = False,  # flat: gradients stay in 16 bits, and scaled, until the step
-    skip_nonfinite: bool = True,  # bfloat16: skip a step with inf or nan in the gradients
+    skip_nonfinite: bool = True,  # without a loss scale: skip a step with inf or nan
 ) -> tuple:  # the model and each of `optimizers`: the same objects
     """Cast `model` to 16 bits and make `optimizers` step float32 masters of its parameters.
 

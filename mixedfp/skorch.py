@@ -361,7 +361,7 @@ class MixedPrecisionMixin(_Batches, _Parameters, _Components):
         grad_scaler: type[LossScaler] = LossScaler,  # `grad_scaler__...` are its arguments
         keep_fp32: type | str | Iterable[type | str] = (),  # with masters: types, names, globs
         store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 extra bytes, exact
-        skip_nonfinite: bool = True,  # with masters in bfloat16: skip a step with inf or nan
+        skip_nonfinite: bool = True,  # masters without a loss scale: skip inf and nan
         state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
         **kwargs,
     ):

@@ -267,7 +267,8 @@ def describe(entry: Entry, level: int) -> list[str]:
 def page(module: Module) -> str:
     """Write the page of `module`."""
     out = [f"# mixedfp.{module.name}\n", module.doc + "\n"]
-    out.append(f"How it is built, with tests: [the notebook](../{module.name}.md).\n")
+    notebook = "../" * module.page.count("/") + module.name.replace(".", "/")
+    out.append(f"How it is built, with tests: [the notebook]({notebook}.md).\n")
     for entry in module.entries:
         out += describe(entry, 2)
     return "\n".join(part for part in out if part.strip())
