@@ -94,13 +94,7 @@ class InFloat32(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, in float32 if the mode covers it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        is_table = is_index = False  # a trained weight that is read by integers is looked up
-        for a in (*args, *kwargs.values()):
-            for t in a if type(a) is tuple else (a,):
-                if isinstance(t, Tensor):
-                    is_table |= t.requires_grad and t.is_leaf and t.dtype == self.dtype
-                    is_index |= t.dtype in _INTEGERS
-        is_lookup = is_table and is_index and torch.is_grad_enabled()
+        is_lookup = self._is_lookup(args, kwargs)
         if name not in self.names and not is_lookup:
             return func(*args, **kwargs)
         # `out=` and products in an exported program stay native
@@ -115,6 +109,17 @@ class InFloat32(TorchFunctionMode):
         if name in PRODUCTS or name in _RECURRENT:
             return self._multiply(func, (args, kwargs), is_autocast)
         return func(*args, **kwargs)
+
+    def _is_lookup(self, args, kwargs):
+        "Whether a trained 16-bit weight is read by integer indices, perhaps often by one."
+        if not torch.is_grad_enabled():
+            return False
+        both = (*args, *kwargs.values())
+        for t in both:
+            if isinstance(t, Tensor) and t.dtype == self.dtype and t.requires_grad and t.is_leaf:
+                ids = [i for a in both for i in (a if isinstance(a, tuple) else (a,))]
+                return not _INTEGERS.isdisjoint([getattr(i, "dtype", None) for i in ids])
+        return False
 
     def _look_up(self, func, args, kwargs):
         "Look rows up, and sum their gradients in float32; in bfloat16 a count stops at 256."
