@@ -141,8 +141,8 @@ class MasterStep:
         "Swap the masters of this optimizer's parameters in while a block runs."
         return self.masters.shown(self._members(), compare)
 
-    def differences(self) -> list[Tensor]:  # (), not 0 if other code wrote a weight on a GPU
-        "Return what a scaler reads together with its check of the gradients."
+    def differences(self) -> list[Tensor]:  # (); a scaler reads them with its check
+        "Return numbers that are not 0 if other code wrote a weight on a GPU. Sync: none."
         return self.masters.differences(self._members())
 
     # --- the step ---
@@ -230,6 +230,7 @@ class MasterStep:
             with self.masters.hidden():
                 return closure()
 
+        check_joined(self.masters, [p for ps in param_lists(self.core) for p in ps])
         with self.shown():
             done = self._step_raw(evaluate)
         self._end(skipped=False)

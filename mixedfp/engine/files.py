@@ -68,7 +68,7 @@ def masters_of(
 def owner_of(
     p: Tensor,  # a parameter or buffer
 ) -> Any:  # a `Masters`, or None
-    "Return the masters that contain the one of `p`, or None."
+    "Return the masters that `p` belongs to, or None."
     found = vars(p).get("__deepcopy__")
     return found.masters if isinstance(found, _CopyOf) else None
 

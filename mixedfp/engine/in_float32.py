@@ -57,7 +57,7 @@ PRODUCTS = frozenset(
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # autocast computes these in float32, and these in the widest dtype that they are given
 _IN_FLOAT = frozenset("softmax log_softmax softmin gumbel_softmax sigmoid cdist avg_pool3d".split())
-# so does CUDA's autocast with these, whose results can be outside of float16's range
+# CUDA's autocast computes these in float32, too: results can exceed float16's range
 _IN_FLOAT_ON_CUDA = frozenset(
     """__pow__ __rpow__ __rdiv__ __rtruediv__ acos asin cosh cosine_embedding_loss
     cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 hinge_embedding_loss
@@ -74,16 +74,16 @@ class InFloat32(TorchFunctionMode):
 
     Products of 16-bit matrices are computed in float32 and rounded, as in a GPU's matrix units.
     The casts are part of the graph, so a gradient outside of float16's range is lost at the same
-    point as on a GPU. Softmax is computed in float32, in float16 all operators that CUDA's autocast
-    computes so; and the sum of the gradients of a table, a weight that is read by integer indices.
-    Inside gradient checkpointing the mode does nothing, except `in_checkpoints`.
+    point as on a GPU. Softmax is computed in float32, and in float16 every operator that CUDA's
+    autocast computes in float32. So is the sum of the gradients of a table, a weight that is read
+    by integer indices. Inside gradient checkpointing only a mode with `in_checkpoints` is active.
     """
 
     def __init__(
         self,
         dtype: torch.dtype,  # of the model, 16 bits
         products: bool = True,  # whether products are computed in float32
-        in_checkpoints: bool = False,  # for what is computed again under this mode
+        in_checkpoints: bool = False,  # for code that is recomputed under this mode
     ):
         super().__init__()
         self.dtype, self.products, self.in_checkpoints = dtype, products, in_checkpoints

@@ -74,11 +74,11 @@ def take_writes_of(
     fulls: tuple[Tensor, ...],  # masters of one device and dtype, written
     halves: tuple[Tensor, ...],  # their weights
 ) -> bool:  # whether the masters were written
-    "The same for tensors that are compared together."
+    "Do the same for tensors that are compared at once."
     full, half, is_one = fulls[0], halves[0], len(fulls) == 1
     if not is_one:
         full, half = (torch.cat([t.flatten() for t in ts]) for ts in (fulls, halves))
-    if half.is_cpu and half.numel():  # of all comparisons the one whose kernels are vectorized
+    if half.is_cpu and half.numel():  # the only comparison whose kernels are all vectorized
         bits = torch.int16 if half.itemsize == 2 else torch.int32  # float64 is rounded to float32
         bits = full.to(half.dtype).view(bits).bitwise_xor_(half.view(bits))
         if not any(bits.aminmax()):
@@ -131,7 +131,7 @@ class Swap(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    "What changes when other code writes, moves or casts a weight, or writes a master."
+    "Versions and addresses, which reveal what other code wrote, moved or cast."
 
     versions: list[int]  # of the parameters
     addresses: list[int]
@@ -371,7 +371,7 @@ class Masters:
         return [(m, h) for m, h in pairs if m.dtype != h.dtype]
 
     def differences(self, members: Iterable[int]) -> list[Tensor]:
-        "Return what tells whether weights on a GPU were written; see `differences`."
+        "Return numbers, (), that are not 0 if a weight on a GPU was written. Sync: none."
         return differences((m, h) for m, h in self._pairs(members) if h.is_cuda)
 
     def begin_forward(self) -> None:
@@ -403,7 +403,7 @@ class Masters:
         p.data = h
 
     def _warn_of_average(self, i):
-        "Warn if the weight, which was written, is part of an average of other weights."
+        "Warn that a frozen weight was written: an average in 16 bits lags behind."
         p = self.params[i]
         if not self.n_steps or p.requires_grad or p.itemsize != 2:
             return
