@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from .cast import Policy
 from .engine.files import masters_of
+from .sharded import sharded_modules
 from .step import MasterStep, MixedStep
 from .torch_private import uncompiled
 
@@ -56,6 +57,8 @@ def _check_model(model):
             "`model` is a DistributedDataParallel: give the model inside, and call "
             "DistributedDataParallel on the model that with_masters returns"
         )
+    for m in sharded_modules(model).values():
+        m.reshard()
 
 # %% ../nbs/09_optimizer.ipynb #ff4bd33d
 def with_masters(

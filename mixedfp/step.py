@@ -36,6 +36,7 @@ from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import check_positive, warn_once
 from .scaler import Guarded, LossScaler, ScaleRecord, Verdict
+from .sharded import has_shards, sharded_modules
 from mixedfp.torch_private import (
     count_as_stepped,
     hooks_around_step,
@@ -363,7 +364,11 @@ class MixedStep:
         model = uncompiled(model if ddp is None else ddp.module)
         if self._masters is not None and not self._has(model):
             self.detach()
+        for m in sharded_modules(model).values():
+            m.reshard()  # validation leaves the parameters of the model itself gathered
         if self._masters is None:
+            if self.layer_scales is not None and has_shards(model):
+                raise MixedPrecisionError(_NO_LAYER_SCALES)
             self._masters = masters = Masters(model, self.policy)
             self.layers = _make_layers(model, self.layer_scales, self.policy.dtype)
             masters.snapshot = BufferSnapshot(model)
@@ -454,6 +459,12 @@ class MixedStep:
         return vars(self) | drop
 
 
+_NO_LAYER_SCALES = (
+    "layer_scales need the whole gradient of a weight in one process, and this model is sharded: "
+    "leave them out, the loss scale is enough for most models"
+)
+
+
 def _refuse_others(opt, args, kwargs):
     "Refuse the step of an optimizer without masters over 16-bit weights that have them."
     for group in () if "masters" in vars(opt) else opt.param_groups:
@@ -468,7 +479,7 @@ def _refuse_others(opt, args, kwargs):
 
 
 def _floats(model):
-    return [p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1]
+    return [] if has_shards(model) else [p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1]
 
 
 def _make_layers(model, scales, dtype):

@@ -6,14 +6,16 @@
 __all__ = ['NORMS', 'outside_of_dynamo', 'uncompiled', 'all_hooks', 'hooks_around_step', 'sequence_number',
            'next_sequence_number', 'backward_id', 'at_end_of_backward', 'may_hook_saved_tensors',
            'saved_tensors_hooks_now', 'cpu_has_bf16', 'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each',
-           'unscale_each_', 'apply_to_own', 'count_as_stepped', 'unscales_by_itself', 'active_ddp']
+           'unscale_each_', 'apply_to_own', 'count_as_stepped', 'unscales_by_itself', 'active_ddp', 'is_joined', 'new_reducer', 'send_weights', 'prepare_reducer',
+           'rebuild_buckets', 'give_to_reducer', 'mp_policy']
 
 # %% ../nbs/03a_torch_private.ipynb #d88b67e4
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed import utils
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -130,3 +132,56 @@ def unscales_by_itself(optimizer: Any) -> bool:
 def active_ddp() -> DistributedDataParallel | None:
     "Return the `DistributedDataParallel` whose forward pass is running, or None."
     return DistributedDataParallel._active_ddp_module
+
+
+def is_joined(ddp: DistributedDataParallel) -> bool:
+    "Whether `ddp` runs inside `ddp.join()`."
+    return ddp._join_config.enable
+
+
+def new_reducer(ddp: DistributedDataParallel, has_hooks: bool = True) -> list[nn.Parameter]:
+    """Give `ddp` a new reducer for its trained parameters, which are returned.
+
+    Without hooks each gradient is passed to `give_to_reducer`, those of unused parameters, too.
+    """
+    params, are_sparse = ddp._build_params_for_reducer()
+    finds_unused = ddp.find_unused_parameters
+    ddp.find_unused_parameters = finds_unused and has_hooks  # by its own hooks
+    names = ddp._build_debug_param_to_name_mapping(params)
+    ddp._ddp_init_helper(params, are_sparse, names, ddp.static_graph)
+    ddp.find_unused_parameters = finds_unused
+    if ddp.static_graph:
+        ddp._static_graph_delay_allreduce_enqueued = False
+        ddp.reducer._set_static_graph()
+    for hook, state in ddp._comm_hooks:
+        distributed._register_comm_hook(ddp.reducer, state, hook)
+    if not has_hooks:
+        ddp.reducer._remove_autograd_hooks()
+    return params
+
+
+def send_weights(ddp: DistributedDataParallel) -> None:
+    "Copy the parameters of the first process to all others, as the constructor of `ddp` does."
+    size, ignored = ddp.broadcast_bucket_size, ddp.parameters_to_ignore
+    utils._sync_module_states(ddp.module, ddp.process_group, size, 0, ignored, False)
+
+
+def prepare_reducer(ddp: DistributedDataParallel) -> None:
+    "Begin an iteration of a reducer that was made inside the forward pass of `ddp`."
+    if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+        ddp.reducer.prepare_for_forward()
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    "Order the buckets by the first gradients; return whether they were there."
+    return ddp.reducer._rebuild_buckets()
+
+
+def give_to_reducer(ddp: DistributedDataParallel, i: int) -> None:
+    "Let the reducer of `ddp` average the gradient of its parameter `i`, if it awaits one."
+    ddp.reducer._autograd_hook(i)
+
+
+def mp_policy(module: Any) -> Any:
+    "Return the `MixedPrecisionPolicy` of a module that `fully_shard` or `replicate` was called on."
+    return module._get_fsdp_state()._mp_policy

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from ..cast import WrappedForward, is_castable, what_is_lost
+from ..cast import Policy, WrappedForward, is_castable, what_is_lost
 from ..formats import MixedPrecisionError
 from ..nested import warn_once
-from ..sharded import is_sharded
+from ..sharded import check_shards, has_shards
 from ..torch_private import all_hooks
 
 # %% ../../nbs/engine/02b_files.ipynb #f11e0005
@@ -82,6 +82,7 @@ def castable_buffers(
 # %% ../../nbs/engine/02b_files.ipynb #85270080
 def check_model(
     model: nn.Module,
+    policy: Policy,
 ) -> None:
     "Refuse a `model` that cannot have masters. Raises: TypeError, ValueError, MixedPrecisionError."
     if not isinstance(model, nn.Module):
@@ -108,18 +109,14 @@ def check_model(
             f"no parameter of {type(model).__name__} requires a gradient: unfreeze the model, or "
             "use model2half(model) to predict in 16 bits"
         )
+    if has_shards(model):
+        check_shards(model, policy)
 
 
 def _check_tensor(name, t):
     if is_lazy(t):
         raise MixedPrecisionError(
             f"the shape of `{name}` is not known yet: run a batch through the model first"
-        )
-    if is_sharded(t):
-        raise MixedPrecisionError(
-            f"`{name}` is a DTensor: FSDP2 keeps float32 shards, and these are the masters. Use "
-            "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) and "
-            "step the optimizer through mixedfp.scaler.LossScaler"
         )
     if t.is_meta and isinstance(t, Parameter):
         raise MixedPrecisionError(
@@ -248,7 +245,7 @@ def connect(
 ) -> list[Any]:  # the handles of the hooks
     "Make files, copies and pickles of the model of `masters` float32."
     model, handles = masters.model, []
-    for m in model.modules():
+    for m in model.modules() if masters.params else ():  # shards are float32 as they are
         if next(chain(m.parameters(), m.buffers()), None) is not None:
             handles.append(m.register_state_dict_post_hook(partial(_show, masters)))
             handles.append(m.register_load_state_dict_pre_hook(partial(_load, masters)))

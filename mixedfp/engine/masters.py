@@ -31,6 +31,7 @@ from .forward import remove_forward
 from .gradients import Gradients
 from ..formats import MixedPrecisionError
 from ..nested import warn_once
+from ..sharded import has_shards, is_sharded
 from ..torch_private import norm_of_each
 
 # %% ../../nbs/engine/03_masters.ipynb #d5c8d67a
@@ -163,10 +164,12 @@ class Masters:
         model: nn.Module,  # in float32; if in 16 bits, masters start from rounded values
         policy: Policy,  # dtype, keep_fp32 and how masters are stored
     ):
-        check_model(model)
+        check_model(model, policy)
         find_kept(model, policy.keep_fp32)
         self.model, self.policy = model, policy
-        self.params = [p for p in model.parameters() if is_castable(p)]
+        # the float32 shards of a sharded model are its masters, and it is not cast
+        params = () if has_shards(model) else model.parameters()
+        self.params = [p for p in params if is_castable(p)]
         warn_if_rounded(dict(_trained(model)), "already")
         # `data`, not `detach()`: writes to the parameter must not count as writes to the master
         self.master: list[Any] = [p.data.to(_full_dtype(p)) for p in self.params]
@@ -184,6 +187,8 @@ class Masters:
 
     def __getitem__(self, p: Parameter) -> Tensor:
         """Return the float32 master of the model's parameter `p`; a copy if it is packed."""
+        if is_sharded(p):
+            return p.detach()
         self.sync([self.index[p]])
         return self.full(self.index[p])
 
@@ -205,7 +210,7 @@ class Masters:
         grads = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
-        if self.policy.dtype != torch.float32:
+        if self.policy.dtype != torch.float32 and self.params:
             model2half(self.model, self.policy.dtype, self.policy.keep_fp32)
         for p, m in zip(self.params, self.master, strict=True):
             is_own = p.data_ptr() == m.data_ptr() and p.dtype == m.dtype
