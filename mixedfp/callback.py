@@ -19,7 +19,7 @@ from fastai.callback.core import Callback, CancelFitException, CancelStepExcepti
 from fastai.callback.fp16 import MixedPrecision as AutocastMixedPrecision
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner
-from fastai.torch_core import no_random
+from fastai.torch_core import maybe_gather, no_random
 from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import distributed, nn
@@ -33,6 +33,7 @@ from .formats import MixedPrecisionError
 from .master import norm_bias_ids
 from .nested import check_flag, check_positive, check_steps
 from .scaler import LossScaler
+from .sharded import is_sharded
 from .step import MixedStep, guard_of
 
 # %% ../nbs/10_callback.ipynb #ff809730
@@ -169,6 +170,7 @@ class MixedPrecision(Callback):
     def _create_opt(self):
         "Create and wrap the Learner's optimizer, so that no state is loaded in 16 bits."
         before = self.learn.opt
+        self.mixed.attach(self.model)  # after a validation shards may be gathered
         try:
             type(self.learn).create_opt(self.learn)
             self._wrap_opt()
@@ -231,8 +233,9 @@ class MixedPrecision(Callback):
 
     def after_batch(self) -> None:
         "End a learning rate search at the first loss that is not finite."
-        if self.training and self._is_searching() and not self.loss.isfinite().all():
-            raise CancelFitException
+        if self.training and self._is_searching():
+            if not maybe_gather(self.loss.detach()).isfinite().all():  # of all processes
+                raise CancelFitException
 
     def after_cancel_batch(self) -> None:
         "End a cancelled batch, so that it does not affect the next."
@@ -311,7 +314,8 @@ class MixedPrecision(Callback):
         "The trained parameters: for each group a list of weights, and one of norms and biases."
         second, lists = norm_bias_ids(self.learn.model), []
         for ps in _groups(self.learn):
-            ps = [p for p in ps if p in self._masters().index and p.requires_grad]
+            ps = [p for p in ps if p in self._masters().index or is_sharded(p)]
+            ps = [p for p in ps if p.requires_grad]
             lists.append([p for p in ps if id(p) not in second])
             lists.append([p for p in ps if id(p) in second])
         return lists

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .formats import MixedPrecisionError
 from .nested import warn_once
+from .sharded import has_shards
 
 # %% ../nbs/14_checkpoint.ipynb #e59cd1b1
 def _sources(dls) -> dict[str, Any]:
@@ -162,6 +163,11 @@ class Checkpoint(Callback):
         self.has_trained = False  # may be left True by an interrupted fit
         if self._is_trial():
             return
+        if has_shards(self.model):
+            raise MixedPrecisionError(
+                "Checkpoint writes models that are whole in each process: inside fsdp_ctx use "
+                "SaveModelCallback(every_epoch=True, with_opt=True)"
+            )
         if not rank_distrib():
             path = self._path(self.learn)
             if path.is_dir():

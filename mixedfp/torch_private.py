@@ -6,8 +6,8 @@
 __all__ = ['NORMS', 'outside_of_dynamo', 'uncompiled', 'all_hooks', 'hooks_around_step', 'sequence_number',
            'next_sequence_number', 'backward_id', 'at_end_of_backward', 'may_hook_saved_tensors',
            'saved_tensors_hooks_now', 'cpu_has_bf16', 'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each',
-           'unscale_each_', 'apply_to_own', 'count_as_stepped', 'unscales_by_itself', 'active_ddp', 'is_joined', 'new_reducer', 'send_weights', 'prepare_reducer',
-           'rebuild_buckets', 'give_to_reducer', 'mp_policy']
+           'unscale_each_', 'apply_to_own', 'count_as_stepped', 'unscales_by_itself', 'active_ddp', 'is_joined',
+           'new_reducer', 'send_weights', 'prepare_reducer', 'rebuild_buckets', 'give_to_reducer', 'mp_policy']
 
 # %% ../nbs/03a_torch_private.ipynb #d88b67e4
 from collections.abc import Callable
@@ -128,7 +128,7 @@ def unscales_by_itself(optimizer: Any) -> bool:
     "Whether a step of `optimizer` takes `grad_scale` and `found_inf`, as fused ones do."
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
-
+# %% ../nbs/03a_torch_private.ipynb #ddp0priv
 def active_ddp() -> DistributedDataParallel | None:
     "Return the `DistributedDataParallel` whose forward pass is running, or None."
     return DistributedDataParallel._active_ddp_module

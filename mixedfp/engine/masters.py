@@ -515,7 +515,6 @@ class Masters:
         self.note()
         return self.model
 
-
 # %% ../../nbs/engine/03_masters.ipynb #3633c3cd
 def _full_dtype(p):
     "Return float32 for weights that are trained in 16 bits; a frozen weight keeps its dtype."
