@@ -21,6 +21,7 @@ from fastai.learner import Learner, join_path_file, load_model, save_model
 from fastcore.basics import patch
 from torch import distributed, nn
 
+from .engine.optimizers import core_of
 from .formats import MixedPrecisionError
 from .nested import map_tensors
 from .sharded import cut_like, gathered, has_shards, sharded_modules
@@ -103,8 +104,8 @@ class SharedData(Callback):
 
 def _own_device(device):
     "Return the GPU of this process if `device` is a GPU."
-    device = torch.device(device or "cpu")
-    return device if device.type == "cpu" else torch.device(device.type, int(os.environ["LOCAL_RANK"]))
+    kind = torch.device(device or "cpu").type
+    return torch.device(kind, None if kind == "cpu" else int(os.environ["LOCAL_RANK"]))
 
 
 def _from_rank(order, rank):
@@ -129,10 +130,10 @@ class _Whole:
             state = {k: cut_like(t, now.get(k)) for k, t in state.items()}
         else:  # states of parameters, by number or in a list
             params = [p for ps in self.part.param_lists for p in ps]
-            of = state["state"] if isinstance(state["state"], dict) else dict(enumerate(state["state"]))
-            of = {i: map_tensors(partial(cut_like, like=params[i]), s) for i, s in of.items()}
-            of = of if isinstance(state["state"], dict) else list(of.values())
-            state = {**state, "state": of}
+            saved = state["state"]
+            items = saved.items() if isinstance(saved, dict) else enumerate(saved)
+            cut = {i: map_tensors(partial(cut_like, like=params[i]), s) for i, s in items}
+            state = {**state, "state": cut if isinstance(saved, dict) else list(cut.values())}
         self.part.load_state_dict(state, **kwargs)
 
 
@@ -197,7 +198,7 @@ def fsdp_ctx(
 
 
 def _shard(learn, shard, mesh):
-    if learn.opt is not None and any(learn.opt.state.values()):
+    if learn.opt is not None and any(core_of(learn.opt).state.values()):
         raise MixedPrecisionError(
             "this Learner has trained before, and the states of its optimizer are whole: save it, "
             "make a new Learner, and load the file inside fsdp_ctx"

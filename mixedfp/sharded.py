@@ -80,7 +80,7 @@ def check_shards(
     model: nn.Module,  # with `DTensor`s
     policy: Any,  # a `Policy`
 ) -> None:
-    "Check settings and mixed-precision policies. Raises: MixedPrecisionError with the line to write."
+    "Check settings and policies. Raises: MixedPrecisionError with the line to write."
     if used := [name for name in _WHOLE if getattr(policy, name)]:
         raise MixedPrecisionError(
             f"{', '.join(used)}: not for a sharded model. Its float32 shards are the masters, and "

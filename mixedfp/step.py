@@ -479,7 +479,8 @@ def _refuse_others(opt, args, kwargs):
 
 
 def _floats(model):
-    return [] if has_shards(model) else [p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1]
+    params = () if has_shards(model) else model.parameters()
+    return [p for p in params if p.is_floating_point() and p.itemsize > 1]
 
 
 def _make_layers(model, scales, dtype):

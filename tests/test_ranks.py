@@ -1,7 +1,10 @@
 """Two processes over gloo agree bit for bit; an inf in one is a skip of both (USERS 28)."""
 
 import copy
+import gc
+import io
 import traceback
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,13 +14,15 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from ranks import on_two_ranks
 from tiny import Do, Sometimes, be_distributed, images, make_dls, make_learner, opt_state, weights
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from mixedfp.callback import MixedPrecision
-from mixedfp.engine.ranks import average_over_ranks, take_from_first
+from mixedfp.engine import ranks as engine
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import masters_of, with_masters
 from mixedfp.scaler import LossScaler
@@ -31,16 +36,38 @@ LAYOUTS = dict(each={}, flat=FLAT)
 
 
 class Net(nn.Module):
-    """Layers that each batch uses, one that some batches use, and one that no batch uses."""
+    """Layers that each batch uses, and one that some batches use."""
 
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.norm, self.some, self.never = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.some = nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x, use=True):
         x = self.norm(torch.tanh(self.first(x)))
         return {"pred": (self.last(x + self.some(x) if use else x), None)}
+
+
+class Never(Net):
+    """A layer that no batch uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Linear(8, 8)
+
+
+class Kinds(Net):
+    """A weight that is complex, and a table whose gradients are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.wave = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+        self.table = nn.Embedding(3, 8, sparse=True)
+
+    def forward(self, x, use=True):
+        x = torch.fft.ifft(torch.fft.fft(self.first(x).float()) * self.wave).real
+        x = self.norm(x + self.table(torch.tensor([0, 2])).sum(0))
+        return {"pred": (self.last(self.some(x)), None)}
 
 
 class Tied(Net):
@@ -68,7 +95,7 @@ def make(net=Net, dtype=BF16, two=False, opt=AdamW, seed=0, settings=None, **lay
     model = net()
     params = list(model.parameters())
     parts = [params[:2], params[2:]] if two else [params]
-    opts = [opt(part, lr=0.03, weight_decay=0.1, **(settings or {})) for part in parts]
+    opts = [opt(part, **dict(lr=0.03, weight_decay=0.1) | (settings or {})) for part in parts]
     return with_masters(model, *opts, dtype=dtype, **layout)
 
 
@@ -85,17 +112,29 @@ def loss_of(model, *args):
 
 def grads_of(model):
     """Return copies of the gradients."""
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
 
 
-def train(rank, ddp=None, n_parts=1, bad=None, clip=None, outer=False, some=False, **settings):
+def freeze(model, i, how):
+    """Freeze or thaw the first layer at the step `i`."""
+    if i == 2 or (i, how) == (0, "thaw"):
+        model.first.requires_grad_((i, how) == (2, "thaw"))
+
+
+def train(
+    rank, ddp=None, n_parts=1, bad=None, clip=None, outer=False, some=False, hook=None, how=None,
+    **settings,
+):  # fmt: skip
     """Train by five steps under DDP; return what both processes must agree on."""
     settings["seed"] = rank if settings.pop("own_start", False) else 0
     model, *opts = make(**settings)
     shared = DistributedDataParallel(Outer(model) if outer else model, **(ddp or {}))
+    if hook is not None:
+        shared.register_comm_hook(None, getattr(default_hooks, hook))
     is_scaled, grads = settings.get("dtype") == HALF, []
     scaler = LossScaler("cpu", 256.0, growth_interval=3, enabled=is_scaled)
     for i in range(5):
+        freeze(model, i, how) if how else None
         for k in range(n_parts):
             x = batch(rank, i, k) * (torch.inf if (rank, i) == (1, bad) else 1)
             use = not some or rank == i % 2 == 1
@@ -122,9 +161,9 @@ def train(rank, ddp=None, n_parts=1, bad=None, clip=None, outer=False, some=Fals
     )
 
 
-def by_hand(n_parts=1, net=Net):
+def by_hand(n_parts=1, net=Net, opt=AdamW):
     """Return the first step's gradients: the mean of two models, each with a process's batches."""
-    models = [make(net)[0] for _ in range(2)]
+    models = [make(net, opt=opt, settings=dict(weight_decay=0))[0] for _ in range(2)]
     for rank, model in enumerate(models):
         for k in range(n_parts):
             loss_of(model, batch(rank, 0, k)).backward()
@@ -132,7 +171,8 @@ def by_hand(n_parts=1, net=Net):
     return [None if one is None else one / 2 + two / 2 for one, two in pairs]
 
 
-SOME = dict(some=True, ddp=dict(find_unused_parameters=True))
+SOME = dict(some=True, net=Never, ddp=dict(find_unused_parameters=True))
+STATIC = dict(static_graph=True)
 CASES = {
     **{f"half-{k}": dict(dtype=HALF, bad=2, **v) for k, v in LAYOUTS.items()},
     **{f"bf16-{k}": v for k, v in LAYOUTS.items()},
@@ -141,13 +181,20 @@ CASES = {
     **{f"some-{k}": SOME | v for k, v in LAYOUTS.items()},
     **{f"clip-{k}": dict(dtype=HALF, clip=0.1, opt=SGD, **v) for k, v in LAYOUTS.items()},
     **{f"two-{k}": dict(two=True, bad=2, dtype=HALF, **v) for k, v in LAYOUTS.items()},
-    **{f"tied-{k}": dict(net=Tied, **v) for k, v in LAYOUTS.items()},
+    **{f"tied-{k}": dict(net=Tied, ddp=STATIC, **v) for k, v in LAYOUTS.items()},
     **{f"own_start-{k}": dict(own_start=True, **v) for k, v in LAYOUTS.items()},
     "fused": dict(dtype=HALF, bad=2, settings=dict(fused=True), **FLAT),
     "remainders": dict(store_param_remainders=True, ddp=dict(init_sync=False), **FLAT),
     "half_grads": dict(half_grads=True, **FLAT),
     "views": dict(ddp=dict(gradient_as_bucket_view=True)),
     "buckets": dict(ddp=dict(bucket_cap_mb=1e-5)),
+    "static": dict(ddp=STATIC),
+    "static, never": dict(net=Never, ddp=STATIC),
+    "kinds": dict(net=Kinds, opt=SGD, settings=dict(weight_decay=0)),
+    "hook": dict(hook="allreduce_hook"),
+    "hook in 16 bits": dict(hook="bf16_compress_hook"),
+    "freeze": dict(how="freeze"),
+    "thaw": dict(how="thaw"),
     "outer": dict(outer=True),
 }
 
@@ -178,25 +225,99 @@ def message(f, *args, **kwargs):
 
 def refusals(rank):
     """Return the messages of what is refused."""
-    static = DistributedDataParallel(make()[0], static_graph=True)
-    net = type("Opaque", (Net,), {"forward": lambda self, x: iter([x])})
-    opaque = DistributedDataParallel(make(net)[0])
-    table = nn.Parameter(torch.zeros(3, 2))
-    nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum().backward()
-    found = [message(ddp, batch(rank, 0)) for ddp in (static, opaque)]
+    ddp = DistributedDataParallel(make()[0])
+    with ddp.join():
+        found = [message(ddp, batch(rank, 0))]
     learn = make_learner("adam").to_bf16()
     with learn.distrib_ctx(sync_bn=False, cpu=True):
         found.append(message(learn.lr_find, show_plot=False))
-    return [*found, message(average_over_ranks, [table])]
+    for model in (make(Never)[0], Never()):  # PyTorch's own words
+        ddp = DistributedDataParallel(model)
+        loss_of(ddp, batch(rank, 0)).backward()
+        with pytest.raises(RuntimeError) as e:
+            ddp(batch(rank, 1))
+        found.append(str(e.value))
+    return found
 
 
-def averages(rank):
-    """Return gradients of a complex weight and of a frozen layer."""
-    params = [nn.Parameter(torch.zeros(1, dtype=torch.complex64)), nn.Parameter(torch.zeros(1))]
-    params[0].grad, params[1].grad = torch.tensor([1 + 3j]) * (1 + rank), torch.ones(1) + rank
-    params[1].requires_grad_(False)
-    average_over_ranks(params)
-    return [p.grad for p in params]
+def overlap(rank, dtype):
+    """Return for a backward pass: messages, those begun before its last product, and its memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    _, opt = with_masters(model, SGD(model.parameters(), lr=0.1), dtype=dtype)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.03, gradient_as_bucket_view=True)
+    for _ in range(3):
+        opt.zero_grad()
+        with torch.profiler.profile() as profile:
+            ddp(torch.randn(8, 64)).square().mean().backward()
+        opt.step()
+    starts = {k: [e.time_range.start for e in profile.events() if e.name == k]
+              for k in ("aten::mm", "c10d::allreduce_")}  # fmt: skip
+    sent = starts["c10d::allreduce_"]
+    memory = {s.data_ptr(): s.nbytes() for s in (p.grad.untyped_storage() for p in ddp.parameters())}
+    return len(sent), sum(t < max(starts["aten::mm"]) for t in sent), sum(memory.values())
+
+
+def ends(rank):
+    """Return what is left: after an error in a backward pass, of a DDP, and after `restore`."""
+    model, opt = make()
+    ddp = DistributedDataParallel(model)
+    copied = copy.deepcopy(model)
+    handle = model.first.weight.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(ddp, batch(rank, 0)).backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="finished reduction"):  # as in float32
+        ddp(batch(rank, 0))
+    old, ddp = weakref.ref(ddp), DistributedDataParallel(model)
+    gc.collect()
+    opt.zero_grad()
+    loss_of(ddp, batch(rank, 0)).backward()
+    in_16 = grads_of(model)
+    opt.masters.restore()
+    opt.zero_grad()
+    loss_of(ddp, batch(rank, 0)).backward()
+    in_32 = grads_of(model)
+    other = DistributedDataParallel(copied)
+    loss_of(other, batch(rank, 0)).backward()
+    return old() is None, len(engine._FEEDS), in_16, in_32, grads_of(copied)
+
+
+def zero1(rank):
+    """Train by PyTorch's ZeRO-1 and not, with a skip; save, load, and train on."""
+    found = []
+    for kind in (AdamW, ZeroRedundancyOptimizer):
+        torch.manual_seed(0)
+        model, file = Net(), io.BytesIO()
+        given = dict(optimizer_class=AdamW) if kind is not AdamW else {}
+        opt = kind(model.parameters(), lr=0.03, **given)
+        model, opt = with_masters(model, opt, dtype=BF16)
+        ddp = DistributedDataParallel(model)
+        for i in range(6):
+            x = batch(rank, i) * (torch.inf if (rank, i) == (1, 2) else 1)
+            loss_of(ddp, x).backward()
+            opt.step()
+            opt.zero_grad()
+            if i == 3:
+                if given:
+                    opt.consolidate_state_dict(0)
+                state = [{k: v.clone() for k, v in model.state_dict().items()}]
+                torch.save(opt.state_dict() if not given or rank == 0 else None, file)
+                file.seek(0)
+                state += [torch.load(file, weights_only=True)]
+                torch.distributed.broadcast_object_list(state, 0)
+            if i == 5:
+                ends = {k: v.clone() for k, v in model.state_dict().items()}
+        skipped = opt.masters.skipped
+        model.load_state_dict(state[0])
+        opt.load_state_dict(state[1])
+        for i in (4, 5):
+            loss_of(ddp, batch(rank, i)).backward()
+            opt.step()
+            opt.zero_grad()
+        held = sum(v.numel() for s in getattr(opt, "optim", opt).state.values() for v in s.values())
+        found.append((ends, skipped, dict(model.state_dict()), held))
+    return found
 
 
 def clipped_norm(n_groups, layout, dtype, group=None):
@@ -221,13 +342,6 @@ def norms(rank):
     """Return these of two processes, for one group and twenty, flat and not."""
     layouts = "a master each", "flat"
     return [clipped_norm(n, layout, BF16, rank) for n in (1, 20) for layout in layouts]
-
-
-def sent(rank):
-    """Return what the first process has sent: weights in memory order and not."""
-    found = torch.arange(6.0).view(2, 3) + 10 * rank, torch.arange(6.0).view(3, 2).T + 10 * rank
-    take_from_first(found)
-    return found
 
 
 def uneven(rank):
@@ -278,7 +392,8 @@ def work(rank):
     be_distributed(rank)
     jobs = {name: (train, case) for name, case in CASES.items()}
     jobs |= {f"fit {name}": (fit, case) for name, case in LEARNERS.items()}
-    jobs |= {f.__name__: (f, {}) for f in (refusals, averages, norms, sent, uneven)}
+    jobs |= {f.__name__: (f, {}) for f in (refusals, norms, uneven, ends, zero1)}
+    jobs |= {f"overlap {dtype}": (overlap, dict(dtype=dtype)) for dtype in (FULL, BF16)}
     jobs |= {f"statistics {mixed}": (statistics, dict(is_mixed=mixed)) for mixed in (0, 1)}
     found = {}
     for name, (f, case) in jobs.items():
@@ -308,20 +423,21 @@ def test_both_processes_have_the_same_bits(name, ranks):
     one, two = ranks(name)
     assert_same(one, two)
     dtypes = {g.dtype for gs in one["grads"] for g in gs if g is not None}
-    assert dtypes == {BF16 if name == "half_grads" else FULL}
+    assert dtypes - {torch.complex64} == {BF16 if name == "half_grads" else FULL}
     assert one["skipped"] == ([2] if "bad" in CASES[name] else [])
     assert one["scale"] == 128.0 or name not in ("half-each", "fused")
 
 
-@pytest.mark.parametrize("name", ["bf16-each", "parts-each", "parts-flat", "tied-each", "outer"])
+@pytest.mark.parametrize("name", ["bf16-each", "parts-each", "parts-flat", "kinds", "outer"])
 def test_gradients_are_the_mean_of_both_processes(name, ranks):
     """Bit for bit, in float32, also where they accumulate under `no_sync`."""
     settings = {k: v for k, v in CASES[name].items() if k in ("n_parts", "net")}
+    settings |= dict(opt=SGD) if name == "kinds" else {}
     assert_same(ranks(name)[0]["grads"][0], by_hand(**settings))
 
 
 SAME = [(n, n.replace("-flat", "-each")) for n in CASES if n.endswith("-flat")]
-SAME += [(n, "bf16-each") for n in ("views", "buckets", "own_start-each")]
+SAME += [(n, "bf16-each") for n in ("views", "buckets", "static", "hook", "own_start-each")]
 
 
 @pytest.mark.parametrize("name, other", SAME)
@@ -332,7 +448,7 @@ def test_what_changes_no_bit(name, other, ranks):
 
 def test_a_layer_that_no_process_uses_does_not_move(ranks):
     """Neither by weight decay nor by zeros; a layer that one process uses does."""
-    saved, begun = ranks("some-each")[0]["saved"], make()[0].state_dict()
+    saved, begun = ranks("some-each")[0]["saved"], make(Never)[0].state_dict()
     assert_same(saved["never.weight"], begun["never.weight"])
     assert not saved["some.weight"].equal(begun["some.weight"])
 
@@ -347,24 +463,45 @@ def test_buffers_are_sent_when_plain_ddp_sends_them(mixed, ranks):
 
 def test_what_is_refused(ranks):
     """`lr_find` would hang: only the first process has written weights to load again."""
-    messages = (
-        "leave static_graph",
-        "found in the list_iterator",
-        "lr_find would hang",
-        "(sparse=False)",
-    )
-    for found in ranks("refusals"):
-        assert all(part in text for part, text in zip(messages, found, strict=True))
+    for joined, find, ours, plain in ranks("refusals"):
+        assert "DistributedSampler" in joined and "lr_find would hang" in find
+        assert ours.split("Parameter")[0] == plain.split("Parameter")[0]
+        assert "find_unused_parameters=True" in ours
 
 
-def test_complex_gradients_and_those_of_frozen_layers_are_averaged(ranks):
-    for found in ranks("averages"):
-        assert_same(found, [torch.tensor([1.5 + 4.5j]), torch.tensor([1.5])])
+def test_buckets_are_sent_during_the_backward_pass_and_take_no_more_memory(ranks):
+    """As many as in float32; gradients and buckets are the same 4 bytes."""
+    for full, half in zip(ranks(f"overlap {FULL}"), ranks(f"overlap {BF16}"), strict=True):
+        assert half == full
+        n, early, n_bytes = half
+        assert n >= 4 and early >= n / 2 and n_bytes == 4 * 8 * 64 * 64
 
 
-def test_tensors_of_any_layout_are_sent(ranks):
-    rows, columns = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(3, 2).T
-    assert_same(ranks("sent"), [(rows, columns)] * 2)
+def test_a_frozen_layer_keeps_its_weights_and_a_thawed_one_is_averaged(ranks):
+    """Both processes agree (above); plain DDP raises an error or averages nothing."""
+    begun = make()[0].state_dict()["first.weight"]
+    for name, is_frozen in (("freeze", [False, False, True]), ("thaw", [True, True, False])):
+        grads = [g[0] for g in ranks(name)[0]["grads"]]
+        assert [g is None for g in grads[:3]] == is_frozen
+        assert not ranks(name)[0]["saved"]["first.weight"].equal(begun)
+
+
+def test_nothing_is_left_of_a_ddp(ranks):
+    """It is freed; its successor averages in 16 bits, after `restore` in 32, as a copy's does."""
+    one, two = ranks("ends")
+    assert_same(one, two)
+    is_freed, n_feeds, in_16, in_32, plain = one
+    assert is_freed and n_feeds == 0
+    assert_same(in_32, plain)
+    assert all((a - b).norm() < 0.05 * b.norm() for a, b in zip(in_16, in_32, strict=True))
+
+
+def test_zero_1_gives_the_same_bits_with_half_of_the_state(ranks):
+    """Also after a skip, and resumed from a file."""
+    for (ends, skipped, resumed, held), (*others, less) in ranks("zero1"):
+        assert_same([ends, skipped, resumed], others)
+        assert_same(resumed, ends)
+        assert skipped == [2] and less < 0.6 * held
 
 
 def test_uneven_batches_of_a_float32_model(ranks):

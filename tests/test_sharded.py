@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,12 +10,16 @@ from ranks import on_ranks
 from tiny import make_learner
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import mixedfp.callback  # noqa: F401, gives Learner to_fp16
 from mixedfp.cast import Policy
+from mixedfp.checkpoint import Checkpoint
+from mixedfp.diagnose import precision_audit
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
@@ -109,24 +114,99 @@ def local(tree):
     return tree.to_local() if isinstance(tree, DTensor) else tree
 
 
+def policy(dtype=torch.bfloat16, **settings):
+    """Return a policy as it should be, or with other `settings`."""
+    given = dict(param_dtype=dtype, reduce_dtype=torch.float32) | settings
+    return MixedPrecisionPolicy(**given)
+
+
+def sharded(mesh, block=None, root=None, norm=False):
+    """Return a network with a sharded block in it."""
+    model = nn.Sequential(net(), nn.BatchNorm1d(3, affine=norm))
+    fully_shard(model[0], mesh=mesh, mp_policy=block or policy())
+    return fully_shard(model, mesh=mesh, mp_policy=root or policy(output_dtype=torch.float32))
+
+
 def refused(mesh):
-    """Return what is raised for a sharded model, and whether it still trains as it was."""
-    model = fully_shard(net(), mesh=mesh)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    before, hooks = [p.full_tensor() for p in model.parameters()], n_hooks(model)
-    learn = make_learner(model=model)
-    found = []
+    """Return what is raised for sharded models, and whether the last still trains as it was."""
+    bf16, single = dict(dtype=torch.bfloat16), net()
+    fully_shard(single[0], mesh=mesh, mp_policy=policy())
+    cases = {
+        "flat_master: not for": (sharded(mesh), dict(bf16, flat_master=True)),
+        "keep_fp32: not for": (sharded(mesh), dict(bf16, keep_fp32="0")),
+        "`0` computes in torch.float32": (sharded(mesh, MixedPrecisionPolicy()), bf16),
+        "`FSDPSequential` computes in torch.bfloat16": (sharded(mesh), {}),
+        "averages its gradients in torch.bfloat16": (
+            sharded(mesh, policy(reduce_dtype=None)), bf16,
+        ),
+        "its output_dtype is torch.float32": (
+            sharded(mesh, policy(output_dtype=torch.float32)), bf16,
+        ),
+        "`2` is in no sharded module": (single, bf16),
+        "`1` keeps running statistics": (sharded(mesh, norm=True), bf16),
+    }  # fmt: skip
+    found = {}
+    for words, (model, settings) in cases.items():
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        before, hooks = [local(p) for p in model.parameters()], n_hooks(model)
+        with pytest.raises(MixedPrecisionError) as e:
+            with_masters(model, opt, **settings)
+        found[words] = str(e.value)
+        assert_same([local(p) for p in model.parameters()], before)
+        assert n_hooks(model) == hooks and "masters" not in vars(opt)
+    learn = make_learner(model=sharded(mesh))
     for mix in (
-        lambda: with_masters(model, opt, dtype=torch.bfloat16, flat_master=True),
-        lambda: MixedStep(Policy(dtype=torch.float16)).attach(model),
+        lambda: MixedStep(Policy(dtype="bf16"), layer_scales="auto").attach(sharded(mesh)),
         lambda: learn.to_fp16(flat_master=True).fit(1),
+        lambda: learn.fit(1, cbs=Checkpoint("run")),
     ):
         with pytest.raises(MixedPrecisionError) as e:
             mix()
-        found.append(str(e.value))
-    assert_same([p.full_tensor() for p in model.parameters()], before)
-    model(torch.ones(2, 4)).sum().backward()
-    return found, n_hooks(model) == hooks and "masters" not in vars(opt)
+        found[str(e.value)[:12]] = str(e.value)
+    return found
+
+
+def with_shards_as_masters(mesh, rank, folder):
+    """Train with a skip; save by DCP; train on; load into others; return what is to be equal."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        fully_shard(model[1], mesh=mesh)
+        fully_shard(model, mesh=mesh, mp_policy=policy())
+        opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return with_masters(model, opt, dtype=torch.bfloat16)
+
+    def step(model, opt, i):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * i + rank))
+        model(x * (math.inf if (rank, i) == (1, 1) else 1)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        return copy.deepcopy(local(model.state_dict()))
+
+    model, opt = make(0)
+    ends = [step(model, opt, i) for i in range(3)]
+    weights, states = get_state_dict(model, opt)
+    dcp.save({"model": weights, "opt": states}, checkpoint_id=folder)
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 4))  # leaves its weights gathered
+    model.train()
+    last = step(model, opt, 3)
+    others, other = make(1)
+    weights, states = get_state_dict(others, other)
+    state = {"model": weights, "opt": states}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(others, other, model_state_dict=weights, optim_state_dict=state["opt"])
+    resumed = step(others, other, 3)
+    p, audit = next(model.parameters()), precision_audit(model, opt)
+    is_master = opt.masters[p].to_local().data_ptr() == p.to_local().data_ptr()
+    skipped = opt.masters.skipped
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    opt.masters.restore()
+    again = with_masters(model, opt, dtype=torch.bfloat16)[1].masters.n_skipped
+    return ends, last, resumed, skipped, is_master, str(audit), again
 
 
 def n_hooks(model):
@@ -135,7 +215,7 @@ def n_hooks(model):
     return [len(getattr(m, kind)) for m in model.modules() for kind in kinds]
 
 
-def work(rank):
+def work(rank, folder):
     """Return all that the tests look at."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     line = init_device_mesh("cpu", (N,))
@@ -154,13 +234,16 @@ def work(rank):
         "theirs": sharded_run(GradScaler, line, rank),
         "skipped": [skipped_run(line, dtype) for dtype in (torch.float16, torch.bfloat16)],
         "refused": refused(line),
+        "with_masters": with_shards_as_masters(line, rank, folder),
     }
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What four processes have come to."""
-    return on_ranks(N, work, tmp_path_factory.mktemp("ranks"), ("test_sharded",))
+    folder = tmp_path_factory.mktemp("ranks")
+    given = partial(work, folder=folder / "saved")
+    return on_ranks(N, given, folder, ("test_sharded",))
 
 
 def test_all_processes_agree_whatever_mesh_a_gradient_is_on(ranks):
@@ -188,9 +271,22 @@ def test_a_skipped_step_changes_nothing(ranks):
             assert not third[0]["0.weight"].equal(first[0]["0.weight"])
 
 
-def test_a_sharded_model_is_refused_and_left_as_it_was(ranks):
-    for messages, is_as_before in (found["refused"] for found in ranks):
-        for message in messages:
-            assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in message
-            assert "LossScaler" in message
-        assert is_as_before
+def test_what_is_refused_and_left_as_it_was(ranks):
+    """Each message contains the line to write."""
+    for found in (found["refused"] for found in ranks):
+        assert all(words in message for words, message in found.items())
+        assert len(found) == 11
+        lines = [m for m in found.values() if "write" in m and "fully_shard(" in m]
+        assert len(lines) == 6
+
+
+def test_with_masters_the_shards_are_the_masters(ranks):
+    """All skip, statistics included; DCP's files resume; a validation changes nothing."""
+    for found in ranks:
+        (ends, last, resumed, skipped, is_master, audit, again) = found["with_masters"]
+        assert_same(ends[1], ends[0])
+        assert not ends[2]["1.running_mean"].equal(ends[1]["1.running_mean"])
+        for k in resumed:  # DCP saves the statistics of the first process for all
+            assert "running" in k or resumed[k].equal(last[k])
+        assert skipped == [1] and is_master and again == 0
+        assert "no update is lost" in audit

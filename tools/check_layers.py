@@ -1,12 +1,12 @@
 """Checks that each module imports only from the floors below it.
 
-    1 numbers   torch_private ‖ formats ‖ testing ‖ nested ‖ sharded
+    1 numbers   torch_private, formats, testing ‖ nested, sharded
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise
     3 engine    in_float32, forward, gradients, files, masters, optimizers, flat, buffers, ranks: in
                 this order
     4 step      step; then diagnose, what a model's numbers do without a trainer: report, audit,
                 memory, overflow, and the package itself, from which their names are imported
-    5 trainers  optimizer, callback ‖ skorch, checkpoint
+    5 trainers  optimizer, callback ‖ skorch, checkpoint ‖ fsdp
     6 tools     examples, compare, command, all
 
 Floors 1 to 4 and `optimizer` need torch, fastcore and the standard library alone; a function there
@@ -26,12 +26,12 @@ PACKAGE = "mixedfp"
 ENGINE = "in_float32 forward gradients files masters optimizers flat buffers ranks".split()
 # each module may import those of earlier lines, and, in a list, those before it
 FLOORS = [
-    [{"torch_private"}, {"formats"}, {"testing", "nested", "sharded"}],
+    [{"torch_private"}, {"formats"}, {"testing", "nested"}, {"sharded"}],
     [{"cast", "master", "scaler", "layerwise"}],
     [{f"engine.{name}"} for name in ENGINE],
     [{"step"}, {"diagnose.report", "diagnose.audit", "diagnose.memory"}, {"diagnose.overflow"}]
     + [{"diagnose"}],
-    [{"optimizer"}, {"callback", "skorch"}, {"checkpoint"}],
+    [{"optimizer"}, {"callback", "skorch"}, {"checkpoint", "fsdp"}],
     [{"examples"}, {"compare"}, {"command"}, {"all"}],
 ]
 STEPS = [names for floor in FLOORS for names in floor]

@@ -1,0 +1,216 @@
+"""A Learner in `fsdp_ctx` on two processes, compared with one process."""
+
+import os
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from fastai.callback.schedule import Learner  # with its `lr_find`
+from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.data.core import DataLoaders, TfmdDL
+from fastai.metrics import accuracy
+from fastai.optimizer import Adam, OptimWrapper
+from ranks import on_ranks
+from tiny import Do
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import mixedfp.callback  # noqa: F401, gives Learner to_bf16
+import mixedfp.fsdp  # noqa: F401, gives Learner fsdp_ctx
+from mixedfp.engine.optimizers import core_of
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.testing import assert_same
+
+pytest.importorskip("accelerate")
+
+N = 2
+TORCH = partial(OptimWrapper, opt=torch.optim.AdamW)
+CASES = {
+    "fp32": dict(dtype=torch.float32),
+    "fp32 again": dict(dtype=torch.float32),
+    "fp32, torch": dict(dtype=torch.float32, opt_func=TORCH),
+    "bf16": {},
+    "bf16 again": {},
+    "bf16, torch": dict(opt_func=TORCH),
+    "fp16": dict(dtype=torch.float16, bad=True),
+    "bf16, inf": dict(bad=True),
+    "clip, accumulate": dict(clip=0.1, accumulate=True),
+    "BatchNorm": dict(norm=nn.BatchNorm1d),
+}
+
+
+def make(n, folder, opt_func=Adam, norm=nn.LayerNorm, dtype=torch.bfloat16, seed=0):
+    """Return a Learner; the batches of one process consist of those of both."""
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    samples = list(zip(x, (x[:, 0] > 0).long(), strict=True))
+    order = range(64)
+    if n == 1:
+        order = [r * 32 + 8 * j + i for j in range(4) for r in range(N) for i in range(8)]
+    given = dict(bs=16 // n, num_workers=0)
+    train = TfmdDL([samples[i] for i in order], shuffle=False, **given)
+    dls = DataLoaders(train, TfmdDL(samples[:30], **given), device="cpu")
+    torch.manual_seed(seed)
+    block = nn.Sequential(nn.Linear(8, 32), norm(32), nn.ReLU())
+    model = nn.Sequential(block, nn.Sequential(nn.Linear(32, 32), nn.ReLU()), nn.Linear(32, 2))
+    given = dict(loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=folder, model_dir=".")
+    learn = Learner(dls, model, opt_func=opt_func, **given)
+    if dtype == torch.float32:
+        return learn
+    return learn.to_fp16() if dtype == torch.float16 else learn.to_bf16()
+
+
+def whole(learn):
+    """Return copies of the weights."""
+    state = learn.model.state_dict().items()
+    return {k: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for k, t in state}
+
+
+def fit(rank, n, folder, bad=False, clip=None, accumulate=False, **settings):
+    """Validate, fit, save, fit on, load and fit on again; return what there is to compare."""
+    learn = make(n, folder, seed=rank, **settings)
+    cbs = [GradientClip(clip)] if clip else []
+    cbs += [GradientAccumulation(32 // n)] if accumulate else []
+    spoil = lambda learn: setattr(learn, "loss_grad", learn.loss_grad * torch.inf)  # noqa: E731
+    cbs += [Do("before_backward", spoil, at=1, order=9)] if bad and rank == n - 1 else []
+    with nullcontext() if n == 1 else learn.fsdp_ctx(shard=nn.Sequential):
+        start = learn.validate()
+        learn.fit(2, 1e-2, cbs=cbs)
+        found = dict(weights=whole(learn), start=list(start), values=learn.recorder.values)
+        found |= dict(shown=learn.get_preds()[0].sort(0)[0], dls=type(learn.dls.train).__name__)
+        found["skipped"] = learn.mp_cb.skipped if "mp_cb" in vars(learn) else []
+        if n > 1:
+            learn.save("file")
+            learn.fit(1, 1e-2)
+            found["next"] = whole(learn)
+            learn.load("file")
+            learn.fit(1, 1e-2)
+            found["resumed"] = whole(learn)
+    if n > 1:  # the file is that of a plain Learner
+        plain = make(1, folder, **settings | dict(dtype=torch.float32)).load("file")
+        found |= dict(plain=whole(plain), n_states=len(core_of(plain.opt).state))
+    return found
+
+
+def find(rank, n, folder, **settings):
+    """Return the suggested rates, the losses, and the weights before and after."""
+    learn = make(n, folder, seed=rank, **settings)
+    with nullcontext() if n == 1 else learn.fsdp_ctx(shard=lambda m: isinstance(m, nn.Linear)):
+        before = whole(learn)
+        rate = learn.lr_find(show_plot=False).valley
+        losses = [float(loss) for loss in learn.recorder.losses]
+        return rate, losses, before, whole(learn)
+
+
+def by_dcp(rank, folder):
+    """Return the weights of a run, and of one that was loaded by DCP before its last epoch."""
+    found, state = [], {}
+    for seed in (0, 1):
+        learn = make(N, folder, opt_func=TORCH, seed=seed)
+        with learn.fsdp_ctx(shard=nn.Sequential):
+            learn.fit(1, 1e-2)
+            opt = learn.opt.opt
+            state = dict(zip(("model", "opt"), get_state_dict(learn.model, opt), strict=True))
+            if not seed:
+                dcp.save(state, checkpoint_id=folder / "dcp")
+            else:
+                dcp.load(state, checkpoint_id=folder / "dcp")
+                given = dict(model_state_dict=state["model"], optim_state_dict=state["opt"])
+                set_state_dict(learn.model, opt, **given)
+            learn.fit(1, 1e-2)
+            found.append(whole(learn))
+    return found
+
+
+def refused(folder):
+    """Return the messages of what is refused."""
+    for words, opt_func, shard in (
+        ("matches no module of Sequential", Adam, nn.Conv2d),
+        ("has trained before", Adam, nn.Sequential),
+        ("has trained before", TORCH, nn.Sequential),
+    ):
+        learn = make(N, folder, opt_func=opt_func)
+        if "trained" in words:
+            learn.fit(1)
+        with pytest.raises((MixedPrecisionError, ValueError), match=words):
+            with learn.fsdp_ctx(shard=shard):
+                pass
+    os.environ.pop("WORLD_SIZE")
+    with pytest.raises(MixedPrecisionError, match="start the script by torchrun"):
+        with make(1, folder).fsdp_ctx(shard=nn.Sequential):
+            pass
+
+
+def work(rank, n, folder):
+    """Return all that the tests look at."""
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
+    found = {}
+    for name, case in CASES.items():
+        found[name] = fit(rank, n, folder, **case)
+    found["find"] = find(rank, n, folder)
+    found["find, fp16"] = find(rank, n, folder, dtype=torch.float16, opt_func=TORCH)
+    if n > 1:
+        found["dcp"] = by_dcp(rank, folder)
+        refused(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return what one process and both processes have come to."""
+    found = []
+    for n in (1, N):
+        folder = tmp_path_factory.mktemp("fsdp")
+        found.append(on_ranks(n, partial(work, n=n, folder=folder), folder, ("test_fsdp",)))
+    return found
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_two_processes_train_as_one(name, runs):
+    """In float32 up to the order of sums, in 16 bits within rounding; skips are the same."""
+    (one,), (first, second) = ([r[name] for r in run] for run in runs)
+    assert first["skipped"] == second["skipped"] == one["skipped"]
+    assert first["skipped"] == ([1] if CASES[name].get("bad") else [])
+    assert first["values"] == second["values"] and first["dls"] == "TfmdDL"
+    if name == "BatchNorm":  # of half a batch
+        return
+    assert_same(first["weights"], second["weights"])
+    limit = 1e-5 if "fp32" in name else 3e-2
+    ours, theirs = (torch.cat([t.flatten() for t in r["weights"].values()]) for r in (first, one))
+    assert (ours - theirs).norm() < limit * theirs.norm()
+    for key in ("start", "values"):
+        assert torch.tensor(first[key]).allclose(torch.tensor(one[key]), atol=limit)
+    assert first["shown"].allclose(one["shown"], atol=10 * limit)
+
+
+def test_two_runs_are_equal_bit_for_bit(runs):
+    for name in ("fp32", "bf16"):
+        for rank in runs[1]:
+            assert_same(rank[name]["weights"], rank[f"{name} again"]["weights"])
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_saved_file_resumes_and_loads_into_a_plain_learner(name, runs):
+    """With the optimizer's state, of fastai and of torch."""
+    for rank in runs[1]:  # the file has the statistics of the first process
+        resumed, after = (rank[name][k].items() for k in ("resumed", "next"))
+        assert_same({k: t for k, t in resumed if "running" not in k},
+                    {k: t for k, t in after if "running" not in k})  # fmt: skip
+    first = runs[1][0][name]
+    assert_same(first["plain"], first["weights"])
+    assert first["n_states"] == 8
+
+
+@pytest.mark.parametrize("name", ["find", "find, fp16"])
+def test_a_learning_rate_is_found_as_in_one_process(name, runs):
+    (one,), (first, second) = ([r[name] for r in run] for run in runs)
+    assert first[0] == second[0] == one[0] and first[1] == second[1]
+    assert len(first[1]) > 60
+    assert_same(first[3], first[2])
+    assert torch.tensor(first[1][:60]).allclose(torch.tensor(one[1][:60]), atol=1e-2)
+
+
+def test_dcp_resumes_a_learner(runs):
+    for rank in runs[1]:
+        assert_same(rank["dcp"][1], rank["dcp"][0])
