@@ -9,6 +9,7 @@ __all__ = ['MixedPrecision', 'mixed_precision', 'MixedPrecisionError', 'Precisio
            'LossScaler', 'MixedStep']
 
 # %% ../nbs/21_all.ipynb #9e5532ff
+from . import fsdp  # noqa: F401  adds `fsdp_ctx` to Learner
 from .callback import MixedPrecision, PrecisionRecorder, mixed_precision
 from .cast import bn2float, model2float, model2half, to_float, to_half
 from .checkpoint import Checkpoint

@@ -76,7 +76,8 @@ def with_masters(
 ) -> tuple:  # the model and each of `optimizers`: the same objects
     """Cast `model` to 16 bits and make `optimizers` step float32 masters of its parameters.
 
-    Call it before `DistributedDataParallel`, and before or after `torch.compile`. With
+    Call it before `DistributedDataParallel`, after `fully_shard`, whose float32 shards are the
+    masters and are not cast, and before or after `torch.compile`. With
     `dtype=torch.float32` no number changes. `opt.masters` owns the masters: its `shown()` swaps
     them in, `restore()` ends mixed precision, `skipped` lists skipped steps.
     With `store_param_remainders` (the name in Apex, Megatron-LM and TransformerEngine) weights are

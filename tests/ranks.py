@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-SECONDS = 100  # for all the work, on a busy machine; then the processes are killed
+SECONDS = 600  # for all the work, on a busy machine; then the processes are killed
 
 
 def on_two_ranks(work: Callable[[int], Any], folder: Path, preload: tuple[str, ...] = ()) -> list:

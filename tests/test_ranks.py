@@ -254,8 +254,9 @@ def overlap(rank, dtype):
     starts = {k: [e.time_range.start for e in profile.events() if e.name == k]
               for k in ("aten::mm", "c10d::allreduce_")}  # fmt: skip
     sent = starts["c10d::allreduce_"]
-    memory = {s.data_ptr(): s.nbytes() for s in (p.grad.untyped_storage() for p in ddp.parameters())}
-    return len(sent), sum(t < max(starts["aten::mm"]) for t in sent), sum(memory.values())
+    storages = [p.grad.untyped_storage() for p in ddp.parameters()]
+    memory = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    return len(sent), sum(t < max(starts["aten::mm"]) for t in sent), memory
 
 
 def ends(rank):
@@ -464,7 +465,7 @@ def test_buffers_are_sent_when_plain_ddp_sends_them(mixed, ranks):
 def test_what_is_refused(ranks):
     """`lr_find` would hang: only the first process has written weights to load again."""
     for joined, find, ours, plain in ranks("refusals"):
-        assert "DistributedSampler" in joined and "lr_find would hang" in find
+        assert "equal numbers of batches" in joined and "lr_find would hang" in find
         assert ours.split("Parameter")[0] == plain.split("Parameter")[0]
         assert "find_unused_parameters=True" in ours
 

@@ -3,12 +3,17 @@
 A release that drops a name fails here first, and the test's name tells what is missing.
 """
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -131,6 +136,51 @@ def test_a_fused_optimizer_unscales_by_itself():
 
 def test_no_ddp_is_active_outside_of_one():
     assert private.active_ddp() is None
+
+
+@pytest.fixture
+def alone():
+    """Join a group of one process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_reducer_without_hooks_takes_the_gradients_it_is_given(alone):
+    ddp, sent = DistributedDataParallel(nn.Linear(2, 2, bias=False)), []
+
+    def send(group, bucket):
+        sent.append(1)
+        return default_hooks.allreduce_hook(group, bucket)
+
+    ddp.register_comm_hook(None, send)
+    assert not private.is_joined(ddp)
+    with ddp.join():
+        assert private.is_joined(ddp)
+    private.send_weights(ddp)
+    (p,) = private.new_reducer(ddp, has_hooks=False)
+    assert p is ddp.module.weight
+    handle = p.register_post_accumulate_grad_hook(lambda p: private.give_to_reducer(ddp, 0))
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert len(sent) == 2 and p.grad.equal(torch.full((2, 2), 2.0))
+    assert private.rebuild_buckets(ddp) is False  # after the first pass DDP has done it
+    handle.remove()
+    private.new_reducer(ddp)  # with its own hooks
+    private.prepare_reducer(ddp)
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert len(sent) == 3
+
+
+def test_a_sharded_module_has_a_policy(alone):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    assert private.mp_policy(model) == policy
+
+
+def test_fastai_sends_the_order_of_the_samples_by_one_method():
+    fastai = pytest.importorskip("accelerate") and pytest.importorskip("fastai.distributed")
+    assert "self._broadcast(idxs,0)" in inspect.getsource(fastai.DistributedDL.get_idxs)
 
 
 def test_a_class_may_set_grad_dtype():

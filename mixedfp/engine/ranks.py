@@ -81,8 +81,7 @@ def _shown(found):
     return stack
 
 
-def _arrive(ref, i, p):
-    "The hook of a parameter whose gradient has arrived."
+def _arrive(ref, i, p):  # a parameter's gradient has arrived
     if (ddp := ref()) in _FEEDS and ddp.require_backward_grad_sync:
         _FEEDS[ddp].take(ddp, i)
 
@@ -115,12 +114,12 @@ def _before_model(model, args):
 
 @private.outside_of_dynamo
 def _begin_forward(ddp, model):
-    is_inside = any(m is model for m in ddp.modules())  # else it is a network that another calls
-    if is_inside and private.is_joined(ddp):
+    is_joined = private.is_joined(ddp)
+    if (ddp in _FEEDS and not is_joined) or not any(m is model for m in ddp.modules()):
+        return  # it is fed already, or `model` is another network, which the DDP calls
+    if is_joined:
         raise MixedPrecisionError(
-            "ddp.join() ends by sending 16-bit weights without their masters: give all processes "
-            "the same number of batches, as torch.utils.data.DistributedSampler does"
+            "ddp.join() ends by sending weights without masters: use equal numbers of batches"
         )
-    if is_inside and ddp not in _FEEDS:
-        Feed(ddp)
-        private.prepare_reducer(ddp)
+    Feed(ddp)
+    private.prepare_reducer(ddp)
