@@ -33,7 +33,7 @@ from .formats import MixedPrecisionError
 from .master import norm_bias_ids
 from .nested import check_flag, check_positive, check_steps
 from .scaler import LossScaler
-from .sharded import is_sharded
+from .sharded import has_shards, is_sharded
 from .step import MixedStep, guard_of
 
 # %% ../nbs/10_callback.ipynb #ff809730
@@ -137,7 +137,7 @@ class MixedPrecision(Callback):
         if self._is_searching() and self._has_other_ranks():
             raise MixedPrecisionError(
                 "lr_find would hang with several processes: each ends the search by its own loss. "
-                "Look for the rate in one process, outside of distrib_ctx"
+                "Look for the rate in one process, outside of distrib_ctx, or inside fsdp_ctx"
             )
         self._attach()
         self._last_loss = None
@@ -246,6 +246,7 @@ class MixedPrecision(Callback):
 
     def _has_other_ranks(self):
         is_shared = isinstance(self.model, DistributedDataParallel)
+        is_shared |= has_shards(self.model) and "save" not in vars(self.learn)  # see `fsdp_ctx`
         if not (is_shared or "distributed_trainer" in vars(self.learn)):
             return False
         return distributed.is_initialized() and distributed.get_world_size() > 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from fastai.callback.core import Callback
@@ -105,7 +105,7 @@ class SharedData(Callback):
 def _own_device(device):
     "Return the GPU of this process if `device` is a GPU."
     kind = torch.device(device or "cpu").type
-    return torch.device(kind, None if kind == "cpu" else int(os.environ["LOCAL_RANK"]))
+    return torch.device(kind if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}")
 
 
 def _from_rank(order, rank):
@@ -182,9 +182,9 @@ def fsdp_ctx(
         raise MixedPrecisionError("one process cannot share a model: start the script by torchrun")
     if importlib.util.find_spec("accelerate") is None:
         raise MixedPrecisionError("fastai.distributed needs accelerate: pip install accelerate")
-    if not has_shards(self.model):
+    if not has_shards(cast(nn.Module, self.model)):
         _shard(self, shard, mesh)
-    data = SharedData()
+    self.save, self.load, data = partial(_save, self), partial(_load, self), SharedData()
     self.add_cb(data)
     try:
         with ExitStack() as stack:
@@ -215,4 +215,3 @@ def _shard(learn, shard, mesh):
     shard_model(learn.model.to(device), shard, dtype, mesh)
     if cb is not None:
         cb.after_create()
-    learn.save, learn.load = partial(_save, learn), partial(_load, learn)

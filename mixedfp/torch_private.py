@@ -162,8 +162,9 @@ def new_reducer(ddp: DistributedDataParallel, has_hooks: bool = True) -> list[nn
 
 def send_weights(ddp: DistributedDataParallel) -> None:
     "Copy the parameters of the first process to all others, as the constructor of `ddp` does."
+    group: Any = ddp.process_group
     size, ignored = ddp.broadcast_bucket_size, ddp.parameters_to_ignore
-    utils._sync_module_states(ddp.module, ddp.process_group, size, 0, ignored, False)
+    utils._sync_module_states(ddp.module, group, size, 0, ignored, False)
 
 
 def prepare_reducer(ddp: DistributedDataParallel) -> None:

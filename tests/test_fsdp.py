@@ -18,9 +18,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mixedfp.callback  # noqa: F401, gives Learner to_bf16
-import mixedfp.fsdp  # noqa: F401, gives Learner fsdp_ctx
 from mixedfp.engine.optimizers import core_of
 from mixedfp.formats import MixedPrecisionError
+from mixedfp.fsdp import shard_model  # and gives Learner fsdp_ctx
 from mixedfp.testing import assert_same
 
 pytest.importorskip("accelerate")
@@ -123,6 +123,20 @@ def by_dcp(rank, folder):
     return found
 
 
+def by_hand(rank, folder):
+    """Return the loss of a Learner whose model was sharded before, and its file's dtypes."""
+    learn = make(1, folder, dtype=torch.float32)  # both processes have the same batches
+    shard_model(learn.model, nn.Sequential, torch.bfloat16)
+    learn.to_bf16().validate()
+    learn.fit(1, 1e-2)
+    with pytest.raises(MixedPrecisionError, match="fsdp_ctx"):
+        learn.lr_find(show_plot=False)
+    with learn.fsdp_ctx(shard=nn.Sequential):
+        rate = learn.lr_find(show_plot=False).valley
+        file = learn.save("by_hand", with_opt=False)
+    return learn.recorder.values[-1], rate, {t.dtype for t in torch.load(file).values()}
+
+
 def refused(folder):
     """Return the messages of what is refused."""
     for words, opt_func, shard in (
@@ -152,6 +166,7 @@ def work(rank, n, folder):
     found["find, fp16"] = find(rank, n, folder, dtype=torch.float16, opt_func=TORCH)
     if n > 1:
         found["dcp"] = by_dcp(rank, folder)
+        found["by hand"] = by_hand(rank, folder)
         refused(folder)
     return found
 
@@ -214,3 +229,10 @@ def test_a_learning_rate_is_found_as_in_one_process(name, runs):
 def test_dcp_resumes_a_learner(runs):
     for rank in runs[1]:
         assert_same(rank["dcp"][1], rank["dcp"][0])
+
+
+def test_a_model_may_be_sharded_by_hand(runs):
+    """It trains and validates as it is; a search needs the context, which keeps the shards."""
+    first, second = (rank["by hand"] for rank in runs[1])
+    assert first == second and first[0][0] < 0.7
+    assert first[2] == {torch.float32}
