@@ -24,7 +24,7 @@ from torch import distributed, nn
 from .engine.optimizers import core_of
 from .formats import MixedPrecisionError
 from .nested import map_tensors
-from .sharded import cut_like, gathered, has_shards, sharded_modules
+from .sharded import check_settings, cut_like, gathered, has_shards, sharded_modules
 from .torch_private import NORMS
 
 # %% ../nbs/11_fsdp.ipynb #f5d90002
@@ -97,15 +97,9 @@ class SharedData(Callback):
 
         if isinstance(dl, DistributedDL):
             return dl
-        shared = DistributedDL(dl, device=_own_device(dl.device))
+        shared = DistributedDL(dl)
         shared._broadcast = _from_rank  # fastai's needs a GPU
         return shared
-
-
-def _own_device(device):
-    "Return the GPU of this process if `device` is a GPU."
-    kind = torch.device(device or "cpu").type
-    return torch.device(kind if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}")
 
 
 def _from_rank(order, rank):
@@ -205,13 +199,18 @@ def _shard(learn, shard, mesh):
         )
     from torch.distributed.device_mesh import init_device_mesh
 
-    cb, device = vars(learn).get("mp_cb"), _own_device(learn.dls.device)
-    if mesh is None:  # also joins the processes, and picks a GPU for each
-        mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
+    cb, kind = vars(learn).get("mp_cb"), torch.device(learn.dls.device or "cpu").type
+    if cb is not None:
+        check_settings(cb.mixed.policy, cb.mixed.layer_scales)
+    if mesh is None:  # also joins the processes
+        mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
     learn.opt = None  # created in the next fit, over the shards
     if cb is not None:
         cb.mixed.detach()
     dtype = torch.float32 if cb is None else cb.mixed.policy.dtype
-    shard_model(learn.model.to(device), shard, dtype, mesh)
+    if kind != "cpu":  # a model on the CPU is moved by `fully_shard`, block by block
+        learn.dls.to(torch.device(f"{kind}:{os.environ['LOCAL_RANK']}"))
+        learn.model.to(learn.dls.device if next(learn.model.parameters()).is_cuda else "cpu")
+    shard_model(learn.model, shard, dtype, mesh)
     if cb is not None:
         cb.after_create()

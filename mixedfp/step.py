@@ -36,7 +36,7 @@ from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import check_positive, warn_once
 from .scaler import Guarded, LossScaler, ScaleRecord, Verdict
-from .sharded import has_shards, sharded_modules
+from .sharded import check_settings, has_shards, sharded_modules
 from mixedfp.torch_private import (
     count_as_stepped,
     hooks_around_step,
@@ -367,8 +367,8 @@ class MixedStep:
         for m in sharded_modules(model).values():
             m.reshard()  # validation leaves the parameters of the model itself gathered
         if self._masters is None:
-            if self.layer_scales is not None and has_shards(model):
-                raise MixedPrecisionError(_NO_LAYER_SCALES)
+            if has_shards(model):
+                check_settings(self.policy, self.layer_scales)
             self._masters = masters = Masters(model, self.policy)
             self.layers = _make_layers(model, self.layer_scales, self.policy.dtype)
             masters.snapshot = BufferSnapshot(model)
@@ -457,12 +457,6 @@ class MixedStep:
         """Return the state for a copy or pickle, without the model: a copy attaches to its own."""
         drop = dict.fromkeys(("_masters", "layers", "opt", "loss"))
         return vars(self) | drop
-
-
-_NO_LAYER_SCALES = (
-    "layer_scales need the whole gradient of a weight in one process, and this model is sharded: "
-    "leave them out, the loss scale is enough for most models"
-)
 
 
 def _refuse_others(opt, args, kwargs):

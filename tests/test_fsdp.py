@@ -21,6 +21,7 @@ import mixedfp.callback  # noqa: F401, gives Learner to_bf16
 from mixedfp.engine.optimizers import core_of
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.fsdp import shard_model  # and gives Learner fsdp_ctx
+from mixedfp.sharded import has_shards
 from mixedfp.testing import assert_same
 
 pytest.importorskip("accelerate")
@@ -150,6 +151,11 @@ def refused(folder):
         with pytest.raises((MixedPrecisionError, ValueError), match=words):
             with learn.fsdp_ctx(shard=shard):
                 pass
+    learn = make(N, folder, dtype=torch.float32).to_bf16(flat_master=True)
+    with pytest.raises(MixedPrecisionError, match="flat_master: not for a sharded model"):
+        with learn.fsdp_ctx(shard=nn.Sequential):
+            pass
+    assert not has_shards(learn.model) and next(learn.model.parameters()).itemsize == 2
     os.environ.pop("WORLD_SIZE")
     with pytest.raises(MixedPrecisionError, match="start the script by torchrun"):
         with make(1, folder).fsdp_ctx(shard=nn.Sequential):

@@ -275,7 +275,7 @@ def test_what_is_refused_and_left_as_it_was(ranks):
     """Each message contains the line to write."""
     for found in (found["refused"] for found in ranks):
         assert all(words in message for words, message in found.items())
-        assert len(found) == 11
+        assert len(found) == 11, list(found)
         lines = [m for m in found.values() if "write" in m and "fully_shard(" in m]
         assert len(lines) == 6
 
