@@ -147,7 +147,7 @@ def _save(learn, file, with_opt=True, **kwargs):
 
 
 def _load(learn, file, device=None, **kwargs):
-    "Read a file of `Learner.save`, of which each process takes its part. Sync: none."
+    "Read a file of `Learner.save`; each process takes its part. Sync: all wait for each other."
     if learn.opt is None:
         learn.create_opt()
     path = join_path_file(file, learn.path / learn.model_dir, ext=".pth")
@@ -156,6 +156,7 @@ def _load(learn, file, device=None, **kwargs):
             part.load_state_dict(state)
     else:
         load_model(path, _Whole(learn.model, learn), _Whole(learn.opt, learn), mmap=True, **kwargs)
+        distributed.barrier()  # the file may be overwritten now
     return learn
 
 # %% ../nbs/11_fsdp.ipynb #f5d90005

@@ -148,8 +148,9 @@ def cut_like(
     whole: Tensor,  # the same in each process
     like: Any,  # a `DTensor` of the same shape; any other is ignored
 ) -> Tensor:
-    "Return this process's part of `whole`, placed as `like` is. Sync: none."
+    "Return a copy of this process's part of `whole`, placed as `like` is. Sync: none."
     if not is_sharded(like) or whole.shape != like.shape:
-        return whole
+        return whole.clone()
     cut = sys.modules["torch.distributed.tensor"].distribute_tensor
-    return cut(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    part = cut(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return part.clone()  # else it may be a view of the whole, or of a file

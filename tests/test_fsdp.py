@@ -94,9 +94,11 @@ def fit(rank, n, folder, bad=False, clip=None, accumulate=False, **settings):
     return found
 
 
-def find(rank, n, folder, **settings):
+def find(rank, n, folder, bad=False, **settings):
     """Return the suggested rates, the losses, and the weights before and after."""
     learn = make(n, folder, seed=rank, **settings)
+    spoil = lambda learn: setattr(learn, "loss", learn.loss * torch.inf)  # noqa: E731
+    learn.add_cbs([Do("after_loss", spoil, at=40)] if bad and rank == n - 1 else [])
     with nullcontext() if n == 1 else learn.fsdp_ctx(shard=lambda m: isinstance(m, nn.Linear)):
         before = whole(learn)
         rate = learn.lr_find(show_plot=False).valley
@@ -169,6 +171,7 @@ def work(rank, n, folder):
     for name, case in CASES.items():
         found[name] = fit(rank, n, folder, **case)
     found["find"] = find(rank, n, folder)
+    found["find, inf"] = find(rank, n, folder, bad=True)
     found["find, fp16"] = find(rank, n, folder, dtype=torch.float16, opt_func=TORCH)
     if n > 1:
         found["dcp"] = by_dcp(rank, folder)
@@ -230,6 +233,14 @@ def test_a_learning_rate_is_found_as_in_one_process(name, runs):
     assert len(first[1]) > 60
     assert_same(first[3], first[2])
     assert torch.tensor(first[1][:60]).allclose(torch.tensor(one[1][:60]), atol=1e-2)
+
+
+def test_an_infinite_loss_in_one_process_ends_the_search_in_all(runs):
+    """As in one process; each would wait for the other otherwise."""
+    for rank in (*runs[0], *runs[1]):
+        _, losses, before, after = rank["find, inf"]
+        assert len(losses) == 40
+        assert_same(after, before)
 
 
 def test_dcp_resumes_a_learner(runs):
