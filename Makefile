@@ -28,7 +28,8 @@ OLDEST := $(shell sed -n 's/^requirements *=.*torch>=\([0-9.]*\).*/\1/p' setting
 # The other environments run what another fastai or torch can break, on the laws' short tables.
 PAGES_ELSEWHERE := index.ipynb $(addprefix nbs/,08_step.ipynb 10_callback.ipynb 13_skorch.ipynb \
   14_checkpoint.ipynb 03a_torch_private.ipynb)
-TESTS_ELSEWHERE := $(addprefix tests/test_,torch_private.py scaler.py laws.py imports.py skorch.py compiled.py)
+TESTS_ELSEWHERE := $(addprefix tests/test_,torch_private.py scaler.py laws.py imports.py skorch.py compiled.py \
+  engines.py)
 # On the simulated GPU: where models are moved, and one in so many of the laws.
 ON_CUDA := PYTHONPATH=tests pytest -q -n $(WORKERS) --dist worksteal -p simulated_cuda.plugin
 # A worker that is done takes what another one has not begun.
