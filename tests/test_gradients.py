@@ -301,7 +301,17 @@ def test_in_float16_what_is_assigned_before_a_pass_is_widened_by_it():
     assert {g.dtype for g in grads(model)} == {FP32}
 
 
-def test_in_float16_a_compiled_models_gradients_are_float32_after_the_pass():
+class Breaks(nn.Linear):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("first", [nn.Linear, Breaks])
+def test_in_float16_a_compiled_models_gradients_are_float32_after_the_pass(first):
+    torch.compiler.reset()
+    other = torch.compile(make("fp16", lambda: first(8, 8))[0], backend="aot_eager")
+    other(torch.randn(2, 8))  # after a break, Dynamo compiles all that a forward pass calls
     model, _ = make("fp16")
     called = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(2):

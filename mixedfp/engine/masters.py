@@ -32,7 +32,7 @@ from .gradients import Gradients
 from ..formats import MixedPrecisionError
 from ..nested import warn_once
 from ..sharded import has_shards, is_sharded
-from ..torch_private import norm_of_each
+from ..torch_private import norm_of_each, outside_of_dynamo
 
 # %% ../../nbs/engine/03_masters.ipynb #d5c8d67a
 def keep_low_bits(
@@ -329,6 +329,7 @@ class Masters:
 
     # --- changes by other code ---
 
+    @outside_of_dynamo
     @torch.no_grad()
     def sync(
         self,
@@ -379,6 +380,7 @@ class Masters:
         "Return numbers, (), that are not 0 if a weight on a GPU was written. Sync: none."
         return differences((m, h) for m, h in self._pairs(members) if h.is_cuda)
 
+    @outside_of_dynamo  # which compiles what a forward pass calls, after a graph break
     def begin_forward(self) -> None:
         "Adopt what other code has written, and prepare for the gradients of a forward pass."
         self.sync()
