@@ -39,6 +39,7 @@ def shard_model(
     Norms with running statistics stay in float32. Raises: ValueError if `shard` matches nothing.
     Sync: one broadcast for each parameter and buffer.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     is_block: Any = shard
@@ -50,8 +51,11 @@ def shard_model(
         kinds = ", ".join(sorted({type(m).__name__ for m in modules}))
         raise ValueError(f"`shard` matches no module of {type(model).__name__}, whose modules are "
                          f"of {kinds}: give the type of its blocks, or a function of a module")
-    for t in chain(model.parameters(), model.buffers()):
-        first = t.detach().contiguous()
+    if mesh is None:
+        kind = next(model.parameters()).device.type
+        mesh = init_device_mesh(kind, (distributed.get_world_size(),))
+    for t in chain(model.parameters(), model.buffers()):  # NCCL sends tensors on GPUs only
+        first = t.detach().to(mesh.device_type).contiguous()
         distributed.broadcast(first, 0)
         t.detach().copy_(first)
     policy = {} if dtype == torch.float32 else dict(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -127,7 +127,8 @@ def _check(grads, factor, watched):
     found = is_changed = False
     for device in {device for device, _ in kinds} | {t.device for t in watched}:
         own = [t for t in watched if t.device == device]
-        read = torch.stack([*own, *flags[device], *norms[device]]).tolist()
+        numbers = [*own, *flags[device], *norms[device]]
+        read = torch.stack(numbers).tolist() if numbers else []  # all gradients may be empty
         ends = len(own), len(own) + len(flags[device])
         is_changed |= any(read[: ends[0]])
         found |= any(read[slice(*ends)]) or not all(map(math.isfinite, read[ends[1] :]))

@@ -100,7 +100,8 @@ def cpu_has_amx() -> bool:
 def norm_of_each(
     tensors: list[Tensor], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    "Return the norm of each of `tensors`, (), computed in its own dtype or in `dtype`."
+    "Return the norms, (), of `tensors` that are not empty, in their dtype or in `dtype`."
+    tensors = [t for t in tensors if t.numel()]  # on a GPU the largest of none is an error
     return list(torch._foreach_norm(tensors, order, dtype)) if tensors else []
 
 

@@ -380,9 +380,11 @@ def test_a_model_that_moves_takes_its_masters_along(how):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
 def test_the_check_finds_inf_and_nan(dtype):
+    nothing = torch.empty(0, dtype=dtype, device=DEVICE)  # its largest is an error on a GPU
+    assert not any_nonfinite([nothing])
     for bad in (float("inf"), -float("inf"), float("nan")):
         grads = [torch.full((7, n), 3.0, dtype=dtype, device=DEVICE) for n in (1, 8, 33)]
-        grads.append(torch.ones(3, device=DEVICE))  # a norm's
+        grads += [torch.ones(3, device=DEVICE), nothing]  # the first is a norm's
         assert not any_nonfinite(grads)
         grads[1][5, 6] = bad
         assert any_nonfinite(grads)

@@ -4,6 +4,7 @@ A release that drops a name fails here first, and the test's name tells what is 
 """
 
 import inspect
+import math
 import re
 from pathlib import Path
 
@@ -106,6 +107,9 @@ def test_operations_take_lists():
     private.unscale_each_(grads, torch.tensor(0.5), found_inf)
     assert found_inf == 0
     assert_same(private.norm_of_each(grads, 1.0), [torch.tensor(3.0), torch.tensor(3.0)])
+    assert private.norm_of_each([torch.empty(0)], math.inf) == []  # PyTorch raises an error
+    nothing = [torch.empty(0, dtype=torch.bfloat16)]
+    assert_same(private.norm_of_each(nothing + grads, math.inf)[-1], torch.tensor(3.0))
     private.unscale_each_([torch.tensor([torch.inf])], torch.tensor(0.5), found_inf)
     assert found_inf == 1
 

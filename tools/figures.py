@@ -13,7 +13,8 @@ The mark names where the number comes from:
                               before it, autocast's time by the way's, or the way's by autocast's;
                               MODEL mean: of the three large models
     curve WAY                 the same file: the mean of the last losses
-    counted passed            the same file: tests that passed
+    later COLUMN MODEL WAY    the same of the run of 2026-11-27
+    counted passed            that run: tests that passed
     traffic COLUMN MODEL MODE traffic.json: a column of a row, of autocast's
     set                       chosen or calculated, not measured
 
@@ -84,20 +85,26 @@ def accuracy(precision: str, rate: str) -> float:
 
 
 H100 = "gpu-nvidia-h100-80gb-hbm3"
+LATER = f"{H100}-2026-11-27"
 
 
-def gpu(column: str, model: str, *way: str) -> float:
+def gpu(column: str, model: str, *way: str, run: str = H100) -> float:
     """Give what was measured on a GPU, alone or relative to autocast, compiled or not."""
     if model == "mean":
         each = [gpu(column, m, *way) for m in ("gpt", "vit", "resnet")]
         return prod(each) ** (1 / 3)
-    rows = {r["way"]: r for r in results(H100)["stages"][model]}
+    rows = {r["way"]: r for r in results(run)["stages"][model]}
     name = column.removeprefix("relative-")
     value = rows[" ".join(way)][name]
     if name == column:
         return value
     base = rows["autocast compiled" if way[-1] == "compiled" else "autocast"][name]
     return base / value if name == "ms" else value / base
+
+
+def later(*what: str) -> float:
+    """Give the same of the later run."""
+    return gpu(*what, run=LATER)
 
 
 def curve(*way: str) -> float:
@@ -108,7 +115,7 @@ def curve(*way: str) -> float:
 
 def counted(what: str) -> float:
     """Give the number of tests on a GPU that `passed`."""
-    return results(H100)["stages"]["tests"][what]
+    return results(LATER)["stages"]["tests"][what]
 
 
 def traffic(column: str, model: str, *mode: str) -> float:
@@ -132,7 +139,7 @@ def sources(nb: nbformat.NotebookNode, mark: str) -> list[float]:
     kind, _, rest = mark.partition(" ")
     if kind == "printed":
         return numbers(nb, rest)
-    if kind in ("whole", "lost", "accuracy", "gpu", "curve", "counted", "traffic"):
+    if kind in ("whole", "lost", "accuracy", "gpu", "later", "curve", "counted", "traffic"):
         return [globals()[kind](*rest.split())]
     if kind == "operators":
         return [operators(rest)]
