@@ -51,7 +51,7 @@ demo: $(if $(wildcard .venv/.dev),.venv/.dev,.venv/.user)
 	mixedfp_compare --data $(DATA)
 
 test: .venv/.dev
-	@echo "7 to 11 minutes on two cores: checks 1, notebooks 3 to 5, tests 3 to 5"
+	@echo "12 to 16 minutes on two cores: checks 1, notebooks 4 to 5, tests 7 to 10"
 	python tools/unchanged.py nbdev_export
 	python tools/unchanged.py nbdev_clean
 	python tools/unchanged.py nbdev_clean --fname index.ipynb
