@@ -179,7 +179,7 @@ def test_float16_gradients_are_refused():
 @pytest.mark.parametrize("kwargs", [{}, dict(fused=True), dict(foreach=True)], ids=str)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_skip_changes_nothing_and_clipping_sees_true_gradients(optimizer, kwargs):
-    kwargs |= dict(momentum=0.9) if optimizer is torch.optim.SGD else {}
+    kwargs = kwargs | (dict(momentum=0.9) if optimizer is torch.optim.SGD else {})
     (w, opt), (v, plain) = make(optimizer, lr=0.1, **kwargs), make(optimizer, lr=0.1, **kwargs)
     scaler, schedule = LossScaler("cpu", 2.0**10), torch.optim.lr_scheduler.StepLR(opt, 99)
     for factor in (INF, 3.0, NAN, 5.0):
