@@ -31,15 +31,14 @@ from .torch_private import NORMS
 def shard_model(
     model: nn.Module,  # in float32, whole; changed in place
     shard: type | tuple[type, ...] | Callable[[nn.Module], bool],  # which modules are blocks
+    mesh: Any,  # a `DeviceMesh`, of two dimensions for HSDP
     dtype: torch.dtype = torch.float32,  # to compute in; gradients are averaged in float32
-    mesh: Any = None,  # a `DeviceMesh`, of two dimensions for HSDP; default: all processes
 ) -> nn.Module:  # the same
     """Call `fully_shard` on each block and on `model`, with the weights of the first process.
 
     Norms with running statistics stay in float32. Raises: ValueError if `shard` matches nothing.
     Sync: one broadcast for each parameter and buffer.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     is_block: Any = shard
@@ -51,9 +50,6 @@ def shard_model(
         kinds = ", ".join(sorted({type(m).__name__ for m in modules}))
         raise ValueError(f"`shard` matches no module of {type(model).__name__}, whose modules are "
                          f"of {kinds}: give the type of its blocks, or a function of a module")
-    if mesh is None:
-        kind = next(model.parameters()).device.type
-        mesh = init_device_mesh(kind, (distributed.get_world_size(),))
     for t in chain(model.parameters(), model.buffers()):  # NCCL sends tensors on GPUs only
         first = t.detach().to(mesh.device_type).contiguous()
         distributed.broadcast(first, 0)
@@ -216,6 +212,6 @@ def _shard(learn, shard, mesh):
     if kind != "cpu":  # a model on the CPU is moved by `fully_shard`, block by block
         learn.dls.to(torch.device(f"{kind}:{os.environ['LOCAL_RANK']}"))
         learn.model.to(learn.dls.device if next(learn.model.parameters()).is_cuda else "cpu")
-    shard_model(learn.model, shard, dtype, mesh)
+    shard_model(learn.model, shard, mesh, dtype)
     if cb is not None:
         cb.after_create()

@@ -153,4 +153,4 @@ def cut_like(
         return whole.clone()
     cut = sys.modules["torch.distributed.tensor"].distribute_tensor
     part = cut(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return part.clone()  # else it may be a view of the whole, or of a file
+    return part.clone()  # one that is replicated would be `whole` itself

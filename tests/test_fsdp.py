@@ -16,6 +16,7 @@ from tiny import Do
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 import mixedfp.callback  # noqa: F401, gives Learner to_bf16
 from mixedfp.engine.optimizers import core_of
@@ -129,7 +130,7 @@ def by_dcp(rank, folder):
 def by_hand(rank, folder):
     """Return the loss of a Learner whose model was sharded before, and its file's dtypes."""
     learn = make(1, folder, dtype=torch.float32)  # both processes have the same batches
-    shard_model(learn.model, nn.Sequential, torch.bfloat16)
+    shard_model(learn.model, nn.Sequential, init_device_mesh("cpu", (2,)), torch.bfloat16)
     learn.to_bf16().validate()
     learn.fit(1, 1e-2)
     with pytest.raises(MixedPrecisionError, match="fsdp_ctx"):

@@ -329,6 +329,7 @@ class Masters:
 
     # --- changes by other code ---
 
+    # after a graph break Dynamo compiles what a forward pass calls, each function on its own
     @outside_of_dynamo
     @torch.no_grad()
     def sync(
@@ -380,7 +381,7 @@ class Masters:
         "Return numbers, (), that are not 0 if a weight on a GPU was written. Sync: none."
         return differences((m, h) for m, h in self._pairs(members) if h.is_cuda)
 
-    @outside_of_dynamo  # which compiles what a forward pass calls, after a graph break
+    @outside_of_dynamo
     def begin_forward(self) -> None:
         "Adopt what other code has written, and prepare for the gradients of a forward pass."
         self.sync()
