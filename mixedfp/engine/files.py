@@ -237,7 +237,13 @@ def _plain(masters, module):
     return plain
 
 # %% ../../nbs/engine/02b_files.ipynb #f11e0013
-_ADDED = _ATTRIBUTE, "__reduce_ex__", "__deepcopy__"
+_ADDED = _ATTRIBUTE, "__reduce_ex__", "__deepcopy__", "save_pretrained"
+
+
+def _save_pretrained(masters, module, *args, **kwargs):
+    "The `save_pretrained` of a Hugging Face model, which writes the dtype of its weights as well."
+    with masters.shown():
+        return type(module).save_pretrained(module, *args, **kwargs)
 
 
 def connect(
@@ -252,6 +258,8 @@ def connect(
         vars(m)["__reduce_ex__"] = partial(_reduce, masters, m)
         if hasattr(type(m), "__deepcopy__"):
             vars(m)["__deepcopy__"] = partial(_deepcopy, masters, m)
+        if hasattr(type(m), "save_pretrained"):
+            vars(m)["save_pretrained"] = partial(_save_pretrained, masters, m)
     handles.append(model.register_load_state_dict_post_hook(partial(_end_load, masters)))
     vars(model)[_ATTRIBUTE] = masters
     for p in masters.params:
