@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['MastersPrecision', 'use_masters']
 
-# %% ../nbs/15_trainers.ipynb #f15a0023
+# %% ../nbs/15_trainers.ipynb #f15a0004
 import copy
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from .cast import Policy
-from .engine.files import masters_of
 from .engine.forward import computing
 from .formats import MixedPrecisionError
 from .nested import check_dtype
-from .optimizer import with_masters
+from .optimizer import masters_of, with_masters
 from .scaler import LossScaler
 from .step import MixedStep
 
@@ -85,9 +83,7 @@ _PACKAGES = "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "light
 def _as_plugin(cls, *packages):
     "Return a subclass of `cls` and of the `Precision` of each of `packages`."
     found = [importlib.import_module(f"{name}.plugins.precision.precision") for name in packages]
-    bases = [m.Precision for m in found]
-    bases = [b for b in bases if not any(o is not b and issubclass(o, b) for o in bases)]
-    return type(cls.__name__, (cls, *bases), {"__module__": cls.__module__})
+    return type(cls.__name__, (cls, *(m.Precision for m in found)), {"__module__": cls.__module__})
 
 
 class MastersPrecision:
@@ -115,9 +111,7 @@ class MastersPrecision:
         **settings: Any,  # of `with_masters`, such as `flat_master`
     ):
         self.setup = _Setup.of(dtype, scaler, settings)
-        self.scaler, dtype = self.setup.scaler, self.setup.settings["dtype"]
-        names = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
-        self.precision = names.get(dtype, "32-true")  # what Lightning prints
+        self.scaler = self.setup.scaler
         self.models: list[nn.Module] = []
         self.waiting: list[nn.Module] = []  # for their first forward pass in Fabric
         # the class whose hooks run: Fabric's, until a Trainer connects
@@ -156,10 +150,13 @@ class MastersPrecision:
         self.setup.attach(model, optimizers)
         self.models.append(model)
 
-    def _adopt(self, optimizer):
-        "Make an optimizer of Fabric step masters."
+    def _attach_waiting(self):
         while self.waiting:
             self._attach(self.waiting.pop(), ())
+
+    def _adopt(self, optimizer):
+        "Make an optimizer of Fabric step masters."
+        self._attach_waiting()
         if "masters" not in vars(optimizer):
             states = [t for state in optimizer.state.values() for t in state.values()]
             if any(isinstance(t, Tensor) and t.itemsize == 2 for t in states):
@@ -172,8 +169,7 @@ class MastersPrecision:
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         "Compute in 16 bits what runs inside, such as `training_step` with its loss."
-        while self.waiting:
-            self._attach(self.waiting.pop(), ())
+        self._attach_waiting()
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(computing(model))
@@ -214,7 +210,7 @@ class MastersPrecision:
         loss, given = None, []
         if closure is not None:
             given = [partial(self._evaluate, optimizer, model, closure)]
-            if not _needs_closure(optimizer):
+            if not (isinstance(optimizer, LBFGS) or hasattr(optimizer, "first_step")):  # as SAM
                 loss = given.pop()()
         if self.scaler.is_enabled() and not given and not self.scaler.n_scaled:
             return loss  # `training_step` has returned None
@@ -246,13 +242,6 @@ class MastersPrecision:
     def load_state_dict(self, state_dict: dict) -> None:
         "Continue with a saved loss scale."
         self.scaler.load_state_dict(state_dict)
-
-
-def _needs_closure(optimizer):
-    "Whether `step` calls its closure more than once, as LBFGS and SAM do."
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    is_required = closure is not None and closure.default is inspect.Parameter.empty
-    return is_required or hasattr(optimizer, "first_step")
 
 # %% ../nbs/15_trainers.ipynb #f15a0028
 class _Accelerator:
@@ -315,7 +304,10 @@ class _Trainer:
             self.model = model
 
 # %% ../nbs/15_trainers.ipynb #f15a0029
-_KINDS = {"accelerate.accelerator.Accelerator": _Accelerator, "transformers.trainer.Trainer": _Trainer}
+_KINDS = {
+    "accelerate.accelerator.Accelerator": _Accelerator,
+    "transformers.trainer.Trainer": _Trainer,
+}
 
 
 def use_masters(
@@ -348,7 +340,7 @@ def use_masters(
             if getattr(trainer.args, name, False):
                 raise MixedPrecisionError(f"{name}=True would cast weights again: leave it out")
         _give(trainer.accelerator, setup)
-        _become(trainer, _Trainer)
+        trainer.__class__ = _subclass(_Trainer, type(trainer))
     else:
         _give(trainer, setup)
     return trainer
@@ -364,16 +356,15 @@ def _give(accelerator, setup):
     how = str(accelerator.distributed_type.value)
     if how != "NO" and not how.startswith("MULTI_"):
         raise MixedPrecisionError(
-            f"use_masters does not work with {how}: use DistributedDataParallel, or fully_shard and "
-            "with_masters in a loop, in Fabric or in Lightning's ModelParallelStrategy"
+            f"use_masters does not work under {how}: use DistributedDataParallel, or with_masters "
+            "after fully_shard in a loop of your own"
         )
     if accelerator._optimizers:
         raise MixedPrecisionError("the trainer has begun: call use_masters before prepare or train")
-    _become(accelerator, _Accelerator)
+    accelerator.__class__ = _subclass(_Accelerator, type(accelerator))
     accelerator.masters, accelerator.models = setup, []
     accelerator.scaler = setup.scaler if setup.scaler.is_enabled() else None
 
 
-def _become(trainer, kind):
-    cls = type(trainer)
-    trainer.__class__ = type(cls.__name__, (kind, cls), {"__module__": cls.__module__})
+def _subclass(kind, cls):
+    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})

@@ -1,244 +1,621 @@
-"""Others' trainers over `with_masters`: Fabric, Accelerate, Lightning and Hugging Face's Trainer.
+"""Lightning, Fabric, Hugging Face's Trainer and Accelerate with one line changed.
 
-The functions of nbs/15_trainers.ipynb in two processes, and what the page only mentions. With
-masters in float32 a trainer gives the bits that it gives without them; in 16 bits those of a loop;
-a run that was saved and resumed ends in those of an unbroken one.
+With masters in float32 a trainer gives the bits that it gives without them; in 16 bits those of a
+loop by hand; a run that was saved and resumed ends in those of an unbroken one.
 """
 
 import copy
+import gc
 import itertools
 import os
-from functools import partial
+import pickle
 from importlib.util import find_spec
 
 import pytest
 
-if not all(map(find_spec, ["accelerate", "lightning", "transformers"])):
+if not all(map(find_spec, ["accelerate", "lightning", "transformers", "peft"])):
     pytest.skip("a trainer is not installed", allow_module_level=True)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import accelerate
 import lightning
+import peft
 import torch
 import transformers
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricParallel
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import LBFGS, SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
+from mixedfp.engine.forward import computing
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.optimizer import with_masters
+from mixedfp.optimizer import masters_of, with_masters
+from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
+from mixedfp.trainers import MastersPrecision, use_masters
 
-TRAINERS = ["with_accelerate", "with_fabric", "with_lightning", "with_trainer"]
+EACH = pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+FOLDER = "unused"  # of trainers that write nothing
+torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
+
+
+# Each trainer, and the loop that it stands for
+
+
+def make_net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batches(bad=None, seed=0, n=8):
+    """`n` batches of four points in two classes; batch number `bad` contains an inf."""
+    x = torch.randn(n, 4, 5, generator=torch.Generator().manual_seed(seed))
+    y = (x[..., 0] > 0).long()
+    if bad is not None:
+        x[bad, 0, 0] = float("inf")
+    return list(zip(x, y, strict=True))
+
+
+def ends(net, opt, skipped):
+    """Weights, buffers, states and the number of skipped steps, as in files."""
+    state = opt.state_dict()["state"]
+    return copy.deepcopy({"model": dict(net.state_dict()), "opt": state, "skipped": skipped})
+
+
+def by_hand(dtype, data, accumulate=2, ddp=False, **settings):
+    """Accumulate, clip, step or skip."""
+    net = make_net()
+    opt = AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+    scaler = LossScaler(enabled=dtype == "fp16")
+    if dtype is not None:
+        with_masters(net, opt, dtype=dtype, **settings)
+    model = DistributedDataParallel(net) if ddp else net
+    for i, (x, y) in enumerate(data, 1):
+        scaler.scale(cross_entropy(model(x), y) / accumulate).backward()
+        if i % accumulate == 0:
+            scaler.unscale_(opt)
+            clip_grad_norm_(net.parameters(), 0.5)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    return ends(net, opt, opt.masters.n_skipped if dtype else 0)
+
+
+def by_fabric(dtype, data, accumulate=2, save=None, resume=None, **settings):
+    plugin = None if dtype is None else MastersPrecision(dtype, **settings)
+    fabric = Fabric(accelerator="cpu", devices=world(), plugins=[plugin] if plugin else [])
+    fabric.launch()
+    net = make_net()
+    own = AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+    model, opt = fabric.setup(net, own)
+    state = {"model": model, "opt": opt, "step": 0} | ({"plugin": plugin} if plugin else {})
+    if resume is not None:
+        fabric.load(resume, state)
+    for x, y in data[state["step"] :]:
+        fabric.backward(cross_entropy(model(x), y) / accumulate)
+        state["step"] += 1
+        if state["step"] % accumulate == 0:
+            fabric.clip_gradients(model, opt, max_norm=0.5, error_if_nonfinite=False)
+            opt.step()
+            opt.zero_grad()
+    if save is not None:
+        fabric.save(save, state)
+    return ends(net, own, plugin.logs.get("skipped_steps", 0) if plugin else 0)
+
+
+def by_accelerate(dtype, data, accumulate=2, save=None, resume=None, order=0, **settings):
+    gc.collect()  # Accelerate counts batches of any loader that a Trainer has left in mid-epoch
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    if dtype is not None:
+        assert use_masters(accelerator, dtype, **settings) is accelerator
+    net = make_net()
+    own = AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+    if order == 0:
+        model, opt = accelerator.prepare(net, own)
+    elif order == 1:
+        opt, model = accelerator.prepare(own, net)
+    else:
+        model, opt = accelerator.prepare(net), accelerator.prepare(own)
+    if resume is not None:
+        accelerator.load_state(resume)
+    for x, y in data[4 if resume else 0 :]:
+        with accelerator.accumulate(model), accelerator.autocast():
+            accelerator.backward(cross_entropy(model(x), y))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            opt.step()
+            opt.zero_grad()
+    if save is not None:
+        accelerator.save_state(save)
+    assert accelerator.unwrap_model(model) is net
+    return ends(net, own, own.masters.n_skipped if dtype else 0)
+
+
+class Module(lightning.LightningModule):
+    """A net that `training_step` calls by itself, or through `forward`."""
+
+    def __init__(self, through_forward=True, make_opt=None):
+        super().__init__()
+        self.net, self.through_forward, self.seen = make_net(), through_forward, []
+        self.make_opt = make_opt or (lambda ps: AdamW(ps, lr=0.01, weight_decay=0.1))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def configure_optimizers(self):
+        return self.make_opt(self.parameters())
+
+    def loss(self, batch):
+        loss = cross_entropy((self if self.through_forward else self.net)(batch[0]), batch[1])
+        self.seen.append((self.net[0].weight.dtype, float(loss.detach())))
+        return loss
+
+    def training_step(self, batch, _):
+        return self.loss(batch)
+
+    def validation_step(self, batch, _):
+        self.loss(batch)
+
+    def test_step(self, batch, _):
+        self.loss(batch)
+
+    def predict_step(self, batch, _):
+        return self(batch[0])
+
+
+class LastSkip(Callback):
+    """Keeps the number of skipped steps, which ends with the fit."""
+
+    n = 0
+
+    def on_train_end(self, trainer, module):
+        self.n = trainer.precision_plugin.logs.get("skipped_steps", 0)
+
+
+def trainer_of(plugins, **settings):
+    """A silent Trainer."""
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
+    quiet |= dict(enable_checkpointing=False, default_root_dir=FOLDER, num_sanity_val_steps=0)
+    settings = quiet | dict(max_epochs=1, use_distributed_sampler=False) | settings
+    return lightning.Trainer(accelerator="cpu", devices=world(), plugins=plugins, **settings)
+
+
+def by_lightning(dtype, data, accumulate=2, save=None, resume=None, forward=True, **settings):
+    skip, module = LastSkip(), Module(forward)
+    plugins = [] if dtype is None else [MastersPrecision(dtype, **settings)]
+    kwargs = dict(gradient_clip_val=0.5, accumulate_grad_batches=accumulate)
+    kwargs |= dict(callbacks=[skip] if plugins else [], max_epochs=2 if resume else 1)
+    trainer = trainer_of(plugins, **kwargs)
+    dl = DataLoader(data[4 if resume else 0 :], batch_size=None)
+    trainer.fit(module, dl, ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    assert masters_of(module) is None and module.net[0].weight.dtype == torch.float32
+    return ends(module.net, trainer.optimizers[0], skip.n)
+
+
+class WithLoss(nn.Module):
+    """A model that takes a batch by name and returns its loss, as the Trainer requires."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, labels):
+        return {"loss": cross_entropy(self.net(x), labels)}
+
+
+def by_trainer(dtype, data, accumulate=2, save=None, resume=None, **settings):
+    args = dict(
+        max_steps=len(data) // accumulate // world(), gradient_accumulation_steps=accumulate
+    )
+    args |= dict(weight_decay=0.1, learning_rate=0.01, max_grad_norm=0.5, save_steps=2)
+    args |= dict(per_device_train_batch_size=4, lr_scheduler_type="constant", optim="adamw_torch")
+    args |= dict(train_sampling_strategy="sequential", save_strategy="steps" if save else "no")
+    args = transformers.TrainingArguments(save or FOLDER, **args, **QUIET)
+    net = make_net()
+    own = AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+    rows = [{"x": a, "labels": b} for x, y in data for a, b in zip(x, y, strict=True)]
+    kwargs = dict(train_dataset=rows, optimizers=(own, None))
+    trainer = transformers.Trainer(WithLoss(net), args, **kwargs)
+    if dtype is not None:
+        assert use_masters(trainer, dtype, **settings) is trainer
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return ends(net, own, own.masters.n_skipped if dtype else 0)
+
+
+QUIET = dict(use_cpu=True, logging_strategy="no", report_to=[], disable_tqdm=True)
+TRAINERS = [by_lightning, by_fabric, by_accelerate, by_trainer]
+ANY = pytest.mark.parametrize("train", TRAINERS, ids=lambda t: t.__name__)
+
+
+def world():
+    return int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+
+
+@ANY
+@EACH
+@FLAT
+def test_a_trainer_ends_as_a_loop_by_hand(train, dtype, flat):
+    """Clipped after unscaling, with accumulation; one step of four overflows."""
+    bad = None if dtype == "fp32" else 4
+    found = train(dtype, batches(bad), flat_master=flat)
+    assert_same(found, by_hand(dtype, batches(bad), flat_master=flat))
+    assert found["skipped"] == (0 if dtype == "fp32" else 1)
+    if dtype == "fp32":
+        assert_same(found, train(None, batches()))
+
+
+@pytest.mark.parametrize("how", [dict(order=1), dict(order=2)])
+def test_accelerate_is_given_model_and_optimizer_in_any_order(how):
+    assert_same(by_accelerate("fp16", batches(4), **how), by_hand("fp16", batches(4)))
+
+
+@EACH
+def test_lightning_computes_the_parts_that_a_step_calls(dtype):
+    """`training_step` often calls `self.net(x)`, not `self(x)`."""
+    found = by_lightning(dtype, batches(), forward=False)
+    assert_same(found, by_hand(dtype, batches()))
+
+
+@ANY
+@FLAT
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_resumed_run_ends_as_an_unbroken_one(train, flat, dtype, tmp_path):
+    """The overflow comes before the file is written, so that the scale must be in it."""
+    path, settings = str(tmp_path / "saved"), dict(flat_master=flat)
+    unbroken = train(dtype, batches(1), **settings)
+    train(dtype, batches(1)[:4], save=path, **settings)
+    path += "/checkpoint-2" if train is by_trainer else ""
+    resumed = train(dtype, batches(1), resume=path, **settings)
+    assert_same({**resumed, "skipped": 1}, unbroken)
+    train("bf16", batches(), resume=path)  # after float16, say
+    if (train, dtype) != (by_trainer, "fp16"):  # a plain Trainer cannot read a scale
+        train(None, batches(), resume=path)
 
 
 # Two processes
 
 
-def run(name, kit, rank, bad=None, **kwargs):
-    """Train by what is called `name`; in step `bad` the last rank alone has an inf."""
-    from trainers import page
-
-    data = [page["batches"](bad=bad if r == 1 else None, seed=r) for r in range(2)]
-    (model, opt, scaler), mine = kit, data[rank]
-    if name == "with_trainer":  # it deals out the batches
-        mine = [batch for step in zip(*data, strict=True) for batch in step]
-    own = DistributedDataParallel(model) if name == "by_hand" else model
-    page[name](own, opt, scaler, mine, **kwargs)
-    ends = page["ends"](model, opt)
-    return {**ends, "scaler": scaler.state_dict(), "skipped": scaler.skipped}
-
-
-def work(folder, rank):
-    """Return all runs of one of two processes: {(trainer, kind): what it ends in}."""
-    from trainers import page
-
-    make, found = page["make"], {}
-    env = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2}  # as torchrun has it
+def as_torchrun(rank):
+    """Set what torchrun sets."""
+    env = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2}
     env |= {"LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": 0}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}  # not dialled: the group exists
     os.environ |= {k: str(v) for k, v in env.items()}
-    for name in ["by_hand", *TRAINERS]:
-        for dtype in (None, "fp32", "fp16", "bf16"):
-            bad = None if dtype in (None, "fp32") else 4
-            found[name, dtype] = run(name, make(dtype), rank, bad)
-    for name in TRAINERS:
-        file = page["files"](folder)[name]
-        run(name, make("fp16"), rank, bad=1, stop=3, save=file)
-        found[name, "resumed"] = run(name, make("fp16"), rank, bad=1, resume=file)
-    found["by_hand", "resumed"] = run("by_hand", make("fp16"), rank, bad=1)
+
+
+def replicated(rank):
+    """All runs of one of two processes: {(trainer, dtype): what it ends in}."""
+    as_torchrun(rank)
+    found = {}
+    for dtype in (None, "fp32", "bf16", "fp16"):
+        bad = None if dtype in (None, "fp32") else 4
+        data = [batches(bad if r == 1 else None, seed=r) for r in range(2)]
+        found["by_hand", dtype] = by_hand(dtype, data[rank], accumulate=1, ddp=True)
+        for train in TRAINERS:
+            mine = data[rank]
+            if train is by_trainer:  # it deals out the batches
+                mine = [batch for step in zip(*data, strict=True) for batch in step]
+            found[train.__name__, dtype] = train(dtype, mine, accumulate=1)
     return found
 
 
 def test_two_processes_end_as_a_loop_does(tmp_path):
     """An overflow on one rank is skipped by both, and their models stay equal."""
-    done = on_ranks(2, partial(work, str(tmp_path)), tmp_path, ("trainers",))
-    for trainer, found in itertools.product(TRAINERS, done):
-        for dtype in (None, "fp32", "fp16", "bf16"):
-            assert_same(found[trainer, dtype], found["by_hand", dtype])
-            assert_same(found[trainer, dtype]["opt"], done[0][trainer, dtype]["opt"])
-        assert_same(found[trainer, "fp32"], found["by_hand", None])
-        assert found[trainer, "fp16"]["skipped"] == [4]
-        assert all(v.isfinite().all() for v in found[trainer, "bf16"]["model"].values())
-        resumed, unbroken = found[trainer, "resumed"], found["by_hand", "resumed"]
-        assert resumed["skipped"] == [] and unbroken["skipped"] == [1]
-        assert_same({**resumed, "skipped": [1]}, unbroken)
+    done = on_ranks(2, replicated, tmp_path, ("test_trainers",))
+    for train, found in itertools.product(TRAINERS, done):
+        for dtype in (None, "fp32", "bf16", "fp16"):
+            assert_same(found[train.__name__, dtype], found["by_hand", dtype])
+            assert_same(found[train.__name__, dtype]["opt"], done[0]["by_hand", dtype]["opt"])
+            assert found["by_hand", dtype]["skipped"] == (dtype in ("bf16", "fp16"))
+        assert_same(found[train.__name__, "fp32"], found["by_hand", None])
 
 
-# Lightning, with two networks
+def shard(model, mesh, dtype):
+    """Shard a net by FSDP2 as the guide says."""
+    how = dict(mesh=mesh["data_parallel"])
+    if dtype in ("bf16", "fp16"):
+        half = torch.bfloat16 if dtype == "bf16" else torch.float16
+        policy = dict(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        how["mp_policy"] = MixedPrecisionPolicy(**policy)
+    return fully_shard(model, **how)
 
 
-def layers(*sizes):
-    return nn.Sequential(nn.Linear(*sizes[:2]), nn.BatchNorm1d(sizes[1]), nn.Linear(*sizes[1:]))
+class Sharded(Module):
+    """Shards itself."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype_of_weights, self.net = dtype, nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 2))
+
+    def configure_model(self):
+        shard(self, self.device_mesh, self.dtype_of_weights)
+
+
+def sharded(rank):
+    """Losses of Fabric and of Lightning: {(trainer, dtype): losses}."""
+    as_torchrun(rank)
+    sizes, found = dict(data_parallel_size=2, tensor_parallel_size=1), {}
+    for dtype in (None, "fp32", "bf16", "fp16"):
+        plugins = [] if dtype is None else [MastersPrecision(dtype)]
+        parallel = FabricParallel(lambda m, mesh, d=dtype: shard(m, mesh, d), **sizes)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=parallel, plugins=plugins)
+        fabric.launch()
+        torch.manual_seed(1)
+        model = fabric.setup_module(nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 2)))
+        opt = fabric.setup_optimizers(SGD(model.parameters(), lr=0.1))
+        found["fabric", dtype] = losses = []
+        for x, y in batches(seed=rank):
+            loss = cross_entropy(model(x), y)
+            fabric.backward(loss)
+            fabric.clip_gradients(model, opt, max_norm=0.5, error_if_nonfinite=False)
+            opt.step()
+            opt.zero_grad()
+            losses.append(float(loss.detach()))
+        torch.manual_seed(1)
+        module = Sharded(dtype)
+        torch.manual_seed(1)
+        module.net.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)
+        module.make_opt = lambda ps: SGD(ps, lr=0.1)
+        plugins = [] if dtype is None else [MastersPrecision(dtype)]
+        trainer = trainer_of(
+            plugins, strategy=ModelParallelStrategy(**sizes), gradient_clip_val=0.5
+        )
+        trainer.fit(module, DataLoader(batches(seed=rank), batch_size=None))
+        found["lightning", dtype] = [loss for _, loss in module.seen]
+    return found
+
+
+def test_fsdp2_in_fabric_and_lightning(tmp_path):
+    """The bits of float32; in 16 bits nearly its losses."""
+    for found in on_ranks(2, sharded, tmp_path, ("test_trainers",)):
+        for name in ("fabric", "lightning"):
+            assert_same(found[name, "fp32"], found[name, None])
+            for dtype in ("bf16", "fp16"):
+                assert found[name, dtype] == pytest.approx(found[name, None], rel=2e-2)
+                assert found[name, dtype] != found[name, None]
+        assert found["fabric", None] == pytest.approx(found["lightning", None])
+
+
+# Lightning
 
 
 class Gan(lightning.LightningModule):
     """Generator and critic, which `toggle_optimizer` freezes in turn."""
 
-    def __init__(self, settings):
+    def __init__(self):
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization, self.losses = False, []
         torch.manual_seed(1)
-        self.nets, self.losses = nn.ModuleList([layers(2, 8, 5), layers(5, 8, 1)]), []
-        self.opts = [SGD(net.parameters(), lr=0.1, momentum=0.5) for net in self.nets]
-        if settings is not None:
-            for net, opt in zip(self.nets, self.opts, strict=True):
-                with_masters(net, opt, **settings)
+        self.nets = nn.ModuleList([make_layers(2, 8, 5), make_layers(5, 8, 1)])
 
     def configure_optimizers(self):
-        return self.opts
+        return [SGD(net.parameters(), lr=0.1, momentum=0.5) for net in self.nets]
 
-    def training_step(self, x, _):
+    def loss(self, x, target):
         generator, critic = self.nets
+        out = critic(generator(x[:, :2]))
+        loss = binary_cross_entropy_with_logits(out, torch.full_like(out, target))
+        if target == 0:
+            out = critic(x)
+            loss = loss + binary_cross_entropy_with_logits(out, torch.ones_like(out))
+        self.losses.append(loss.detach())
+        return loss
+
+    def training_step(self, batch, _):
         for opt, target in zip(self.optimizers(), (1.0, 0.0), strict=True):
             self.toggle_optimizer(opt)
             frozen = [not any(p.requires_grad for p in net.parameters()) for net in self.nets]
             assert frozen == [target == 0, target == 1]
-            out = critic(generator(x[:, :2]))
-            loss = binary_cross_entropy_with_logits(out, torch.full_like(out, target))
-            if target == 0:
-                out = critic(x)
-                loss = loss + binary_cross_entropy_with_logits(out, torch.ones_like(out))
-            self.manual_backward(loss)
+            self.manual_backward(self.loss(batch, target))
+            self.clip_gradients(opt, gradient_clip_val=0.5)
             opt.step()
             opt.zero_grad()
             self.untoggle_optimizer(opt)
-            self.losses.append(loss.detach())
 
 
-def lit(module, data, path, val=None, epochs=1, resume=None, **settings):
-    """Train with Lightning in silence."""
-    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
-    common = dict(accelerator="cpu", devices=1, num_sanity_val_steps=0, default_root_dir=str(path))
-    trainer = lightning.Trainer(max_epochs=epochs, **quiet, **common, **settings)
-    torch.manual_seed(2)
-    trainer.fit(module, DataLoader(data, batch_size=4), val, ckpt_path=resume)
-    return module
+def make_layers(*sizes):
+    return nn.Sequential(nn.Linear(*sizes[:2]), nn.BatchNorm1d(sizes[1]), nn.Linear(*sizes[1:]))
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_lightnings_toggle_freezes_what_it_freezes_without_masters(flat, tmp_path):
+@pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16"])
+def test_lightning_optimizes_by_hand_two_networks_in_turn(dtype):
     """Gradients of the frozen network would add up if an optimizer held other tensors."""
-    gans = []
-    for settings in (None, dict(dtype="fp32", flat_master=flat), dict(dtype="bf16")):
-        x = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
-        gans.append(lit(Gan(settings), x, tmp_path, enable_checkpointing=False))
-    plain, exact, half = gans
-    assert_same(exact.losses, plain.losses)
-    assert_same(dict(exact.state_dict()), dict(plain.state_dict()))
-    torch.testing.assert_close(half.losses, plain.losses, rtol=0.02, atol=0.02)
+    data = [x for x, _ in batches()]
+    gan, twin = Gan(), Gan()
+    plugins = [] if dtype is None else [MastersPrecision(dtype)]
+    trainer_of(plugins).fit(gan, DataLoader(data, batch_size=None))
+    opts, scaler = twin.configure_optimizers(), LossScaler(enabled=dtype == "fp16")
+    if dtype is not None:
+        with_masters(twin, *opts, dtype=dtype)
+    for x in data:
+        with computing(twin):
+            for net, opt, target in zip(twin.nets, opts, (1.0, 0.0), strict=True):
+                for other in twin.nets:
+                    other.requires_grad_(other is net)
+                loss = twin.loss(x, target)
+                with torch.autocast("cpu", enabled=False):
+                    scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                clip_grad_norm_(net.parameters(), 0.5)
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+                if dtype is not None:
+                    opt.masters.begin_forward()
+    assert_same(gan.losses, twin.losses)
+    assert_same(dict(gan.state_dict()), dict(twin.state_dict()))
 
 
-class Classifier(lightning.LightningModule):
-    """A net whose masters are made in `configure_optimizers`, with a schedule and validation."""
+def test_lightning_validates_tests_and_predicts_in_16_bits_and_fits_again():
+    """A new Trainer predicts in 16 bits, too; afterwards the module is in float32."""
+    module, data = Module(), DataLoader(batches(), batch_size=None)
+    trainer = trainer_of([MastersPrecision("bf16")], max_epochs=2)
+    trainer.fit(module, data, data)
+    last = module.seen[-8:]
+    trainer.test(module, data, verbose=False)
+    assert module.seen[-8:] == last and {d for d, _ in module.seen} == {torch.bfloat16}
+    out = trainer_of([MastersPrecision("fp16")]).predict(module, data)[0]
+    assert out.dtype == torch.float32 and masters_of(module) is None
+    exact = module.eval()(batches()[0][0])
+    assert 0 < (out - exact).abs().max() < 0.01
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, data)
+    assert module.seen[-1][0] == torch.bfloat16 != module.net[0].weight.dtype
 
-    def __init__(self, settings):
-        super().__init__()
+
+def test_lightning_logs_and_its_callbacks_read_unscaled_gradients(tmp_path):
+    norms = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            norms.append(max(float(p.grad.norm()) for p in module.parameters()))
+
+    logger, rates = CSVLogger(str(tmp_path)), LearningRateMonitor()
+    kwargs = dict(logger=logger, log_every_n_steps=2, callbacks=[Watch(), rates])
+    trainer = trainer_of([MastersPrecision("fp16")], **kwargs)
+    trainer.fit(Module(), DataLoader(batches(3), batch_size=None))
+    assert max(norms[:3]) < 3 and norms[3] != norms[3]  # nan
+    rows = open(logger.log_dir + "/metrics.csv").read().split()
+    assert "loss_scale" in rows[0] and "skipped_steps" in rows[0]
+    assert any("32768.0" in row for row in rows) and "lr-AdamW" in rows[0]
+
+
+@EACH
+def test_lightning_with_an_optimizer_that_calls_its_closure_again(dtype):
+    """LBFGS, of which Lightning's own float16 plugin says that it is not compatible."""
+    module, data = Module(make_opt=lambda ps: LBFGS(ps, lr=0.1, max_iter=4)), batches()[:1] * 6
+    trainer_of([MastersPrecision(dtype)]).fit(module, DataLoader(data, batch_size=None))
+    calls, losses = len(module.seen), [loss for _, loss in module.seen]
+    assert calls > 12 and losses[-1] < losses[0] / 4
+
+
+def test_lightning_skips_a_training_step_that_returns_none():
+    class Sometimes(Module):
+        def training_step(self, batch, i):
+            return None if i % 2 else super().training_step(batch, i)
+
+    skipping, half = Sometimes(), Module()
+    trainer_of([MastersPrecision("fp16")]).fit(skipping, DataLoader(batches(), batch_size=None))
+    trainer_of([MastersPrecision("fp16")]).fit(half, DataLoader(batches()[::2], batch_size=None))
+    assert_same(dict(skipping.state_dict()), dict(half.state_dict()))
+
+
+def test_lightnings_checkpoints_of_epochs_and_an_interrupt(tmp_path):
+    """ModelCheckpoint's files are float32; an exception leaves a float32 module."""
+
+    class Failing(Module):
+        def training_step(self, batch, i):
+            if self.current_epoch == 1 and i == 4:
+                raise ZeroDivisionError
+            return super().training_step(batch, i)
+
+    module, saves = Failing(), ModelCheckpoint(str(tmp_path))
+    trainer = trainer_of(
+        [MastersPrecision("fp16")], max_epochs=2, callbacks=[saves], enable_checkpointing=True
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, DataLoader(batches(1), batch_size=None))
+    assert masters_of(module) is None and module.net[0].weight.dtype == torch.float32
+    saved = torch.load(saves.best_model_path, weights_only=False)
+    assert saved["MastersPrecision"]["scale"] == 32768
+    assert saved["state_dict"]["net.0.weight"].dtype == torch.float32
+    Module.load_from_checkpoint(saves.best_model_path)
+
+
+def test_lightnings_own_precision_beside_the_plugin_is_its_error():
+    with pytest.raises(ValueError, match="both `precision="):
+        trainer_of([MastersPrecision("bf16")], precision="bf16-mixed")
+
+
+def test_a_plugin_is_pickled_for_spawned_processes():
+    plugin = pickle.loads(pickle.dumps(MastersPrecision("fp16", flat_master=True)))
+    assert isinstance(plugin, lightning.pytorch.plugins.Precision)
+    assert plugin.setup.settings == dict(dtype=torch.float16, flat_master=True)
+
+
+# Fabric
+
+
+def test_fabric_loads_before_the_first_forward_pass(tmp_path):
+    """Later PyTorch would round the loaded states to the dtype of the weights."""
+    file = str(tmp_path / "file")
+    by_fabric("bf16", batches(), save=file)
+    fabric, net = Fabric(accelerator="cpu", plugins=[MastersPrecision("bf16")]), make_net()
+    model, opt = fabric.setup(net, AdamW(net.parameters()))
+    model(batches()[0][0])
+    fabric.load(file, {"model": model, "opt": opt})
+    with pytest.raises(MixedPrecisionError, match="before the first forward pass"):
+        opt.step()
+
+
+@EACH
+def test_fabric_steps_two_networks_with_an_optimizer_each(dtype):
+    """The penalty of a GAN: both in one loss, stepped in turn."""
+    found = []
+    for plugins in ([], [MastersPrecision(dtype, scaler=LossScaler(init_scale=64.0))]):
+        fabric = Fabric(accelerator="cpu", plugins=plugins if dtype == "fp16" else plugins[:0])
+        if plugins and dtype != "fp16":
+            fabric = Fabric(accelerator="cpu", plugins=[MastersPrecision(dtype)])
         torch.manual_seed(1)
-        self.net, self.settings, self.losses = layers(5, 8, 2), settings, []
-
-    def configure_optimizers(self):
-        self.opt = AdamW(self.net.parameters(), lr=0.01, weight_decay=0.1)
-        if self.settings is not None:
-            with_masters(self.net, self.opt, **self.settings)
-        return [self.opt], [{"scheduler": StepLR(self.opt, 2, 0.5), "interval": "step"}]
-
-    def training_step(self, batch, _):
-        return cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch, _):
-        self.losses.append(cross_entropy(self.net(batch[0]), batch[1]))
-
-
-def points(n):
-    x = torch.randn(n, 5, generator=torch.Generator().manual_seed(0))
-    return [(row, int(row[0] > 0)) for row in x]
+        nets = [nn.Linear(5, 4), nn.Linear(4, 1)]
+        pairs = [fabric.setup(net, SGD(net.parameters(), lr=0.1)) for net in nets]
+        (first, _), (second, _) = pairs
+        for x, _ in batches():
+            for _, opt in pairs:
+                fabric.backward(second(first(x)).square().mean())
+                opt.step()
+                for _, o in pairs:
+                    o.zero_grad()
+        found.append([p.detach().float() for net in nets for p in net.parameters()])
+    tolerance = 0 if dtype == "fp32" else 0.01
+    torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
 
 
-def ends(model, opt):
-    return copy.deepcopy({"model": dict(model.state_dict()), "opt": opt.state_dict()})
+# Accelerate
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_lightning_with_masters_made_in_configure_optimizers(flat, tmp_path):
-    """In float32 it is plain Lightning; a resumed run in bfloat16 ends as the unbroken one."""
-
-    def fit(settings, path, resume=None):
-        saves = [ModelCheckpoint(str(tmp_path / path), save_top_k=-1)]
-        fast = dict(callbacks=saves, gradient_clip_val=0.5, epochs=2, resume=resume)
-        val = DataLoader(points(8), batch_size=8)
-        module = lit(Classifier(settings), points(24), tmp_path, val, **fast)
-        return ends(module.net, module.opt), module.losses
-
-    settings = dict(flat_master=flat)
-    assert_same(fit(settings | dict(dtype="fp32"), "fp32"), fit(None, "plain"))
-    whole = fit(settings | dict(dtype="bf16"), "bf16")
-    first = str(next((tmp_path / "bf16").glob("epoch=0*.ckpt")))
-    resumed = fit(settings | dict(dtype="bf16"), "more", first)
-    assert_same(resumed, (whole[0], whole[1][1:]))
-
-
-# Accelerate, with accumulation and a schedule
-
-
-def accelerated(settings, path=None, resume=False):
-    """Train with Accelerate; write a checkpoint after four of six batches, or begin from it."""
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    torch.manual_seed(1)
-    model = layers(5, 8, 2)
-    own = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    if settings is not None:
-        with_masters(model, own, **settings)
-    dl = DataLoader(points(24), batch_size=4)
-    model, opt, dl, schedule = accelerator.prepare(model, own, dl, StepLR(own, 2, 0.5))
-    if resume:
-        accelerator.load_state(str(path))
-    for i, (x, y) in enumerate(dl):
-        if resume and i < 4:
-            continue
-        with accelerator.accumulate(model):
-            accelerator.backward(cross_entropy(model(x), y))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            opt.step()
-            schedule.step()
-            opt.zero_grad()
-        if i == 3 and path is not None:
-            accelerator.save_state(str(path))
-    assert opt.optimizer is own
-    return ends(model, own) | {"lr": schedule.get_last_lr()}
+def test_accelerates_schedule_waits_for_a_skipped_step_and_its_log_counts_it():
+    accelerator, logs = use_masters(accelerate.Accelerator(cpu=True), "fp16"), []
+    net = make_net()
+    opt = SGD(net.parameters(), lr=0.1)
+    kwargs = dict(opt=opt, schedule=LambdaLR(opt, lambda i: 0.5**i))
+    model, opt, schedule = accelerator.prepare(net, kwargs["opt"], kwargs["schedule"])
+    tracker = type(
+        "Tracker", (), {"name": "list", "log": lambda self, values, **_: logs.append(values)}
+    )
+    accelerator.trackers = [tracker()]
+    for i, (x, y) in enumerate(batches(2)[:4]):
+        accelerator.backward(cross_entropy(model(x), y))
+        opt.step()
+        schedule.step()
+        opt.zero_grad()
+        assert opt.step_was_skipped == (i == 2)
+        accelerator.log({"loss": 1.0})
+    assert schedule.get_last_lr() == [0.1 * 0.5**3]
+    assert logs[1:3] == [
+        {"loss": 1.0, "loss_scale": 65536.0, "skipped_steps": 0},
+        {"loss": 1.0, "loss_scale": 32768.0, "skipped_steps": 1},
+    ]
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_accelerate_accumulates_and_resumes(flat, tmp_path):
-    settings = dict(flat_master=flat)
-    assert_same(accelerated(settings | dict(dtype="fp32")), accelerated(None))
-    whole = accelerated(settings | dict(dtype="bf16"), tmp_path)
-    assert_same(accelerated(settings | dict(dtype="bf16"), tmp_path, resume=True), whole)
+def test_accelerate_needs_the_model_of_an_optimizer():
+    accelerator, net = use_masters(accelerate.Accelerator(cpu=True), "bf16"), make_net()
+    with pytest.raises(MixedPrecisionError, match=r"accelerator.prepare\(model, optimizer\)"):
+        accelerator.prepare(SGD(net.parameters(), lr=0.1))
 
 
 # Hugging Face
@@ -247,7 +624,7 @@ KIND = pytest.mark.parametrize("kind, flat", [("bert", True), ("llama", False)])
 
 
 def make_model(kind):
-    """Return a model with a few thousand random weights."""
+    """A model with a few thousand random weights."""
     torch.manual_seed(1)
     sizes = dict(vocab_size=19, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     sizes |= dict(intermediate_size=16, max_position_embeddings=16)
@@ -257,75 +634,138 @@ def make_model(kind):
 
 
 def texts(kind):
-    """Return texts of six words, with a class each, or with the words to come."""
+    """Texts of six words, with a class each, or with the words to come."""
     words = torch.randint(19, (24, 6), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": w, "labels": w[0] % 2 if kind == "bert" else w} for w in words]
 
 
-class Ordered(transformers.Trainer):
-    """Takes texts in their order."""
+def trainer_for(kind, path, model=None, **more):
+    """A Trainer for six steps, with a checkpoint and an evaluation after three."""
+    args = dict(max_steps=6, save_steps=3, eval_strategy="steps", eval_steps=3, logging_steps=3)
+    args |= dict(train_sampling_strategy="sequential", per_device_train_batch_size=4)
+    args |= QUIET | dict(learning_rate=0.01, logging_strategy="steps") | more
+    args = transformers.TrainingArguments(str(path), **args)
+    model, data = model or make_model(kind), texts(kind)
+    trainer = transformers.Trainer(model, args, train_dataset=data, eval_dataset=data[:8])
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
 
-    def _get_train_sampler(self, *_):
-        return SequentialSampler(self.train_dataset)
 
-
-def trained(kind, settings, path, resume=None, **more):
-    """Train for six steps, with a checkpoint and an evaluation after three."""
-    model = make_model(kind)
-    opt = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    if settings is not None:
-        with_masters(model, opt, **settings)
-    args = dict(max_steps=6, save_steps=3, eval_strategy="steps", eval_steps=3, use_cpu=True)
-    args |= dict(logging_strategy="no", report_to=[], disable_tqdm=True)
-    args = transformers.TrainingArguments(str(path), per_device_train_batch_size=4, **args, **more)
-    data = texts(kind)
-    trainer = Ordered(model, args, train_dataset=data, eval_dataset=data[:8],
-                      optimizers=(opt, None))  # fmt: skip
+def trained(kind, dtype, path, resume=None, flat=False, **more):
+    """What a Trainer ends in, and itself."""
+    trainer = trainer_for(kind, path, **more)
+    if dtype is not None:
+        use_masters(trainer, dtype, flat_master=flat)
     torch.manual_seed(2)  # of dropout
     trainer.train(resume_from_checkpoint=resume)
     losses = [h["eval_loss"] for h in trainer.state.log_history if "eval_loss" in h]
-    return ends(model, opt) | {"losses": losses}
+    opt = trainer.optimizer.optimizer
+    return ends(trainer.model, opt, 0) | {"losses": losses}, trainer
+
+
+OPTIMS = ["adamw_torch", "adamw_torch_fused", "adafactor"]
 
 
 @KIND
-def test_the_trainer_in_float32_is_the_plain_one(kind, flat, tmp_path):
-    plain = trained(kind, None, tmp_path / "plain")
-    masters = dict(dtype="fp32", flat_master=flat)
-    assert_same(trained(kind, masters, tmp_path / "masters"), plain)
+@pytest.mark.parametrize("optim", OPTIMS)
+def test_the_trainer_in_float32_is_the_plain_one(kind, flat, optim, tmp_path):
+    plain, _ = trained(kind, None, tmp_path / "plain", optim=optim)
+    assert_same(trained(kind, "fp32", tmp_path / "masters", flat=flat, optim=optim)[0], plain)
 
 
 @KIND
-def test_the_trainer_resumes_and_may_enter_autocast(kind, flat, tmp_path):
-    """A second autocast of the same dtype changes nothing."""
-    settings = dict(dtype="bf16", flat_master=flat)
-    whole = trained(kind, settings, tmp_path)
+@pytest.mark.parametrize("optim", OPTIMS)
+def test_the_trainer_resumes_a_model_of_transformers(kind, flat, optim, tmp_path):
+    """With a schedule, an evaluation and the best model at the end."""
+    more = dict(optim=optim, lr_scheduler_type="cosine", warmup_steps=2)
+    more |= dict(gradient_checkpointing=kind == "bert", load_best_model_at_end=True)
+    whole, trainer = trained(kind, "bf16", tmp_path, flat=flat, **more)
     resume = str(tmp_path / "checkpoint-3")
-    assert_same(trained(kind, settings, tmp_path, resume), whole)
-    assert_same(trained(kind, settings, tmp_path / "autocast", bf16=True), whole)
+    assert_same(trained(kind, "bf16", tmp_path, resume, flat, **more)[0], whole)
+    logged = [h for h in trainer.state.log_history if "loss" in h]
+    assert [h["skipped_steps"] for h in logged] == [0, 0] and "loss_scale" not in logged[0]
 
 
 @KIND
-def test_save_pretrained_keeps_the_bits_of_the_masters(kind, flat, tmp_path):
-    """Inside of `shown` config.json holds float32; outside bfloat16, to which loading rounds."""
-    model = make_model(kind)
-    opt = AdamW(model.parameters(), lr=0.01)
-    with_masters(model, opt, dtype="bf16", flat_master=flat)
-    batch = {k: torch.stack([row[k] for row in texts(kind)]) for k in ("input_ids", "labels")}
-    model(**batch).loss.backward()
-    opt.step()
-    with opt.masters.shown():
-        model.save_pretrained(tmp_path / "shown")
-    model.save_pretrained(tmp_path / "outside")
-    exact, rounded = (type(model).from_pretrained(tmp_path / f) for f in ("shown", "outside"))
-    assert exact.config.dtype == torch.float32 and rounded.config.dtype == torch.bfloat16
-    assert_same(dict(exact.state_dict()), dict(model.state_dict()))
-    assert next(model.parameters()).dtype == torch.bfloat16
+def test_files_of_the_trainer_hold_float32_and_say_so(kind, flat, tmp_path):
+    """Checkpoints, `save_model`, `save_pretrained`; one argument exports 16 bits."""
+    _, trainer = trained(kind, "fp16", tmp_path, flat=flat)
+    model, load = trainer.model, type(trainer.model).from_pretrained
+    trainer.save_model(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "pretrained")
+    trainer.save_model(tmp_path / "export", dtype="bf16")
+    for name in ("whole", "pretrained", "checkpoint-6"):
+        loaded = load(tmp_path / name)
+        assert loaded.config.dtype == loaded.dtype == torch.float32
+        assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
+    loaded = load(tmp_path / "export")
+    assert loaded.config.dtype == loaded.dtype == torch.bfloat16
+    rounded = {k: v.bfloat16() for k, v in model.state_dict().items()}
+    assert_same(dict(loaded.state_dict()), rounded)
+    assert trainer.model is model and model.dtype == torch.float16
+    masters_of(model).restore()
+    assert "save_pretrained" not in vars(model) and model.dtype == torch.float32
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_an_optimizer_of_the_trainers_own_is_an_error(optim, tmp_path):
-    model = make_model("bert")
-    with_masters(model, SGD(model.parameters(), 0.1), dtype="bf16")
-    args = transformers.TrainingArguments(str(tmp_path), optim=optim, use_cpu=True, report_to=[])
-    with pytest.raises(MixedPrecisionError, match="without their masters"):
-        transformers.Trainer(model, args, train_dataset=texts("bert")).train()
+@pytest.mark.parametrize("base", [torch.bfloat16, torch.float32])
+def test_lora_gives_masters_to_the_adapter_alone(base, tmp_path):
+    def make():
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+        return peft.get_peft_model(make_model("llama").to(base), config)
+
+    model = make()
+    whole, trainer = trained("llama", "bf16", tmp_path, model=model)
+    masters = masters_of(model)
+    for p, m in zip(masters.params, masters.master, strict=True):
+        assert p.dtype == torch.bfloat16 and m.dtype == (torch.float32 if p.requires_grad else base)
+        assert (p.data_ptr() == m.data_ptr()) == (not p.requires_grad and base == torch.bfloat16)
+    resume = str(tmp_path / "checkpoint-3")
+    assert_same(trained("llama", "bf16", tmp_path, resume, model=make())[0], whole)
+    plain = peft.PeftModel.from_pretrained(make_model("llama").to(base), tmp_path / "checkpoint-6")
+    adapters = {k: v for k, v in plain.state_dict().items() if "lora" in k}
+    assert_same(adapters, {k: v for k, v in model.state_dict().items() if "lora" in k})
+    if base == torch.float32:
+        plain = trained("llama", None, tmp_path / "plain", model=make())[0]
+        assert_same(trained("llama", "fp32", tmp_path / "fp32", model=make())[0], plain)
+
+
+def test_each_trial_of_a_search_has_masters(tmp_path):
+    """A trial begins with a new model and a new Accelerator."""
+    args = transformers.TrainingArguments(str(tmp_path), max_steps=2, **QUIET)
+    make = lambda *_: make_model("llama")  # noqa: E731
+    trainer = transformers.Trainer(None, args, train_dataset=texts("llama"), model_init=make)
+    use_masters(trainer, "bf16").remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    first = trainer.model
+    trainer.create_accelerator_and_postprocess()
+    trainer.train()
+    assert trainer.model is not first and masters_of(trainer.model) is not None
+
+
+# What is told
+
+
+def test_conflicts_are_told(tmp_path, monkeypatch):
+    def refuses(match, trainer, *args, **settings):
+        with pytest.raises((MixedPrecisionError, TypeError), match=match):
+            use_masters(trainer, *(args or ("bf16",)), **settings)
+
+    make = lambda **kw: trainer_for("llama", tmp_path, **kw)  # noqa: E731
+    refuses("own mixed precision is on, bf16: leave", make(bf16=True))
+    refuses("bf16_full_eval=True would cast", make(bf16_full_eval=True))
+    refuses("masters already", use_masters(make(), "bf16"))
+    refuses("masters already", use_masters(make(), "bf16").accelerator)
+    refuses("'int8'", make(), "int8")
+    refuses("flat_matser", make(), flat_matser=True)
+    refuses("half_grads=True in float16", make(), "fp16", flat_master=True, half_grads=True)
+    refuses("MastersPrecision", trainer_of([]))
+    refuses("with_masters", make_net())
+    trainer = make()
+    begin = transformers.TrainerCallback()
+    begin.on_train_begin = lambda *_, **__: refuses("has begun", trainer)
+    trainer.add_callback(begin)
+    trainer.train()
+    refuses("has begun", trainer)
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.FSDP)
+    refuses("does not work under FSDP", make().accelerator)

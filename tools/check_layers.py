@@ -6,7 +6,7 @@
                 this order
     4 step      step; then diagnose, what a model's numbers do without a trainer: report, audit,
                 memory, overflow, and the package itself, from which their names are imported
-    5 trainers  optimizer, callback ‖ skorch, checkpoint ‖ fsdp
+    5 trainers  optimizer, callback ‖ skorch, checkpoint ‖ fsdp ‖ trainers
     6 tools     examples, compare, command, all
 
 Floors 1 to 4 and `optimizer` need torch, fastcore and the standard library alone; a function there
@@ -31,12 +31,12 @@ FLOORS = [
     [{f"engine.{name}"} for name in ENGINE],
     [{"step"}, {"diagnose.report", "diagnose.audit", "diagnose.memory"}, {"diagnose.overflow"}]
     + [{"diagnose"}],
-    [{"optimizer"}, {"callback", "skorch"}, {"checkpoint", "fsdp"}],
+    [{"optimizer"}, {"callback", "skorch", "trainers"}, {"checkpoint", "fsdp"}],
     [{"examples"}, {"compare"}, {"command"}, {"all"}],
 ]
 STEPS = [names for floor in FLOORS for names in floor]
 BELOW = {name: set().union(*STEPS[:i]) for i, names in enumerate(STEPS) for name in names}
-BARE = set().union(*(names for floor in FLOORS[:4] for names in floor)) | {"optimizer"}
+BARE = set().union(*(names for floor in FLOORS[:4] for names in floor)) | {"optimizer", "trainers"}
 
 STANDS_BESIDE = {"callback": "skorch", "checkpoint": "skorch", "skorch": "fastai"}
 ON_IMPORT = sys.stdlib_module_names | {"torch", "fastcore"}
