@@ -75,8 +75,11 @@ def map_tensors(
 def _replaced(o, items, f, put):
     "Return a copy of `o` with its `items` mapped by `f`; `o` itself if nothing changed."
     new = {k: v if isinstance(v, _PLAIN) else map_tensors(f, v) for k, v in items.items()}
-    if is_compiling() and type(o) is dict:
-        return new
+    if is_compiling() and isinstance(o, dict):
+        if type(o) is dict:
+            return new
+        if is_dataclass(o):  # a ModelOutput, of which Dynamo's copy would lose items
+            return type(o)(**new)
     changed = {k: v for k, v in new.items() if v is not items[k]}
     if not changed:
         return o

@@ -38,6 +38,7 @@ from .nested import check_positive, warn_once
 from .scaler import Guarded, LossScaler, ScaleRecord, Verdict
 from .sharded import check_settings, has_shards, sharded_modules
 from mixedfp.torch_private import (
+    as_known_to_schedules,
     count_as_stepped,
     hooks_around_step,
     outside_of_dynamo,
@@ -302,8 +303,9 @@ _NO_SCALE = (
 
 
 def _bound(core, call):
-    "Bind `call` to `core`: schedules wrap `core.step` and expect a bound method."
+    "Bind `call` to `core`, as schedules and Dynamo need it."
 
+    @as_known_to_schedules
     @outside_of_dynamo
     def step(core, *args, **kwargs):
         return call(*args, **kwargs)
@@ -375,8 +377,7 @@ class MixedStep:
             watch = register_optimizer_step_pre_hook(_refuse_others)
             masters.own(watch)
             weakref.finalize(masters, watch.remove)
-            before = masters.begin_forward if masters.gradients.casts else masters.sync
-            install_forward(model, self.policy, self.layers, before)
+            install_forward(model, self.policy, self.layers, masters.begin_forward)
             if self.policy.dtype != torch.float32:
                 join_ddp(masters)
         self._masters.sync()

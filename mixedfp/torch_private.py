@@ -6,8 +6,9 @@
 __all__ = ['NORMS', 'outside_of_dynamo', 'uncompiled', 'all_hooks', 'hooks_around_step', 'sequence_number',
            'next_sequence_number', 'backward_id', 'at_end_of_backward', 'may_hook_saved_tensors',
            'saved_tensors_hooks_now', 'cpu_has_bf16', 'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each',
-           'unscale_each_', 'apply_to_own', 'count_as_stepped', 'unscales_by_itself', 'active_ddp', 'is_joined',
-           'new_reducer', 'send_weights', 'prepare_reducer', 'rebuild_buckets', 'give_to_reducer', 'mp_policy']
+           'unscale_each_', 'apply_to_own', 'count_as_stepped', 'as_known_to_schedules', 'unscales_by_itself',
+           'active_ddp', 'is_joined', 'new_reducer', 'send_weights', 'prepare_reducer', 'rebuild_buckets',
+           'give_to_reducer', 'mp_policy']
 
 # %% ../nbs/03a_torch_private.ipynb #d88b67e4
 from collections.abc import Callable
@@ -123,6 +124,12 @@ def apply_to_own(module: nn.Module, f: Callable[[Tensor], Tensor]) -> None:
 def count_as_stepped(optimizer: Any) -> None:
     "Mark `optimizer` as stepped: otherwise its schedules warn after a skipped step."
     optimizer._opt_called = True
+
+
+def as_known_to_schedules(step: Callable) -> Callable:  # the same
+    "Mark `step`, which counts steps itself: otherwise schedules made before warn, others wrap it."
+    step._wrapped_by_lr_sched = True  # pyright: ignore
+    return step
 
 
 def unscales_by_itself(optimizer: Any) -> bool:

@@ -28,7 +28,7 @@ from .optimizer import masters_of, with_masters
 from .scaler import LossScaler
 from .step import MixedStep
 
-# %% ../nbs/15_trainers.ipynb #f15a0024
+# %% ../nbs/15_trainers.ipynb #f15a0025
 class _Setup(NamedTuple):
     "What a trainer makes masters with."
 
@@ -65,17 +65,24 @@ class _Setup(NamedTuple):
 
 def _own(optimizer):
     "Return the user's optimizer, around which Lightning and Accelerate put wrappers."
-    while type(optimizer).__module__.startswith(("lightning", "pytorch_lightning", "accelerate")):
+    trainers = "lightning", "pytorch_lightning", "accelerate"
+    while type(optimizer).__module__.startswith(trainers) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _model_of(optimizer, models):
-    "Return the one of `models` that holds the first parameter of `optimizer`, or None."
+    "Return the one of `models` that holds the first parameter of `optimizer`."
     first = optimizer.param_groups[0]["params"][0]
-    return next((m for m in models if any(p is first for p in m.parameters())), None)
+    for model in models:
+        if any(p is first for p in model.parameters()):
+            return model
+    raise MixedPrecisionError(
+        "the trainer does not know the model of this optimizer: give it both, as in prepare(model, "
+        "optimizer) or setup(model, optimizer). For several GPUs start a process each, by torchrun"
+    )
 
-# %% ../nbs/15_trainers.ipynb #f15a0026
+# %% ../nbs/15_trainers.ipynb #f15a0027
 _PACKAGES = "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"
 
 
@@ -134,7 +141,8 @@ class MastersPrecision:
     def connect(self, model: nn.Module, optimizers: list, lr_schedulers: list) -> tuple:
         "Make masters for a `Trainer`, before it loads the states of the optimizers."
         module: Any = model.module if isinstance(model, DistributedDataParallel) else model
-        package = type(module.trainer).__module__.split(".")[0]
+        base = next(c for c in type(module).__mro__ if c.__name__ == "LightningModule")
+        package = base.__module__.split(".")[0]
         self.hooks = next(c for c in type(self).__mro__ if c.__module__.startswith(package))
         self.waiting = []
         self._attach(module, optimizers)
@@ -208,29 +216,28 @@ class MastersPrecision:
         "Compute gradients, unscale and clip them; step or skip; update the loss scale."
         self._adopt(optimizer)
         loss, given = None, []
+        is_automatic = model is not None and model.automatic_optimization
         if closure is not None:
             given = [partial(self._evaluate, optimizer, model, closure)]
             if not (isinstance(optimizer, LBFGS) or hasattr(optimizer, "first_step")):  # as SAM
                 loss = given.pop()()
-        if self.scaler.is_enabled() and not given and not self.scaler.n_scaled:
-            return loss  # `training_step` has returned None
+                if loss is None and is_automatic and self.scaler.is_enabled():
+                    return None  # there was no backward pass
         done = self.scaler.step(optimizer, *given, **kwargs)
         self.scaler.update()
-        if model is not None:
-            trainer, logs = model.trainer, self.logs
-            if not model.automatic_optimization:  # other losses follow in the same context
-                for masters in filter(None, map(masters_of, self.models)):
-                    masters.begin_forward()
-            for logger in trainer.loggers if logs else ():
-                if trainer.global_step % trainer.log_every_n_steps == 0:
-                    logger.log_metrics(logs, step=trainer.global_step)
+        if not is_automatic:  # other losses may follow in the same context
+            for masters in filter(None, map(masters_of, self.models)):
+                masters.begin_forward()
+        if model is not None and model.trainer.global_step % model.trainer.log_every_n_steps == 0:
+            for logger in model.trainer.loggers if self.logs else ():
+                logger.log_metrics(self.logs, step=model.trainer.global_step)
         return done if loss is None else loss
 
     def _evaluate(self, optimizer, model, closure):
         "Call the closure; let a `Trainer` see and clip unscaled gradients."
         loss = closure()
         if model is not None:
-            if self.scaler.n_scaled:
+            if loss is not None or not model.automatic_optimization:
                 self.scaler.unscale_(optimizer)
             self._after_closure(model, optimizer)
         return loss
@@ -243,21 +250,17 @@ class MastersPrecision:
         "Continue with a saved loss scale."
         self.scaler.load_state_dict(state_dict)
 
-# %% ../nbs/15_trainers.ipynb #f15a0028
+# %% ../nbs/15_trainers.ipynb #f15a0029
 class _Accelerator:
     "What an Accelerator does differently."
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         "Make masters of the model of each optimizer, before Accelerate wraps both."
-        known = [self.unwrap_model(m) for m in (*args, *self._models) if isinstance(m, nn.Module)]
+        models = [m for m in (*args, *self._models) if isinstance(m, nn.Module)]
+        known = [self.unwrap_model(m, keep_torch_compile=False) for m in models]
         for opt in args:
             if isinstance(opt, Optimizer) and not getattr(opt, "_is_accelerate_prepared", False):
                 model = _model_of(opt, known)
-                if model is None:
-                    raise MixedPrecisionError(
-                        "the model of this optimizer is not known: call accelerator.prepare(model, "
-                        "optimizer). For several GPUs start a process for each, with torchrun"
-                    )
                 if self.device_placement:  # masters are made where they are used
                     model.to(self.device)
                 self.masters.attach(model, [opt])
@@ -303,7 +306,7 @@ class _Trainer:
         finally:
             self.model = model
 
-# %% ../nbs/15_trainers.ipynb #f15a0029
+# %% ../nbs/15_trainers.ipynb #f15a002a
 _KINDS = {
     "accelerate.accelerator.Accelerator": _Accelerator,
     "transformers.trainer.Trainer": _Trainer,

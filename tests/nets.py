@@ -1,4 +1,4 @@
-"""Small networks for laws and random programs: a stem, a few layers of any kind, a head.
+"""Small networks for laws: a stem, a few layers of any kind, a head.
 
 A `Net` is a nested named tuple: its `repr` can be pasted, and everything in it can be dropped.
 """

@@ -114,3 +114,23 @@ def test_restoring_frees_the_vectors_at_once():
         assert [vector() for vector in vectors] == [None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_frozen_16_bit_layer_has_float32_masters_once_it_is_trained(flat):
+    """Its updates are below the distance of two 16-bit numbers, and would be rounded away."""
+    torch.manual_seed(0)
+    model = make_model().bfloat16()
+    model[0].requires_grad_(False)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    with_masters(model, opt, dtype="bf16", flat_master=flat)
+    weight, x = model[0].weight, torch.randn(8, 4)
+    assert opt.masters[weight].dtype == torch.bfloat16
+    before = weight.detach().float()
+    model[0].requires_grad_(True)
+    for _ in range(3):
+        model(x).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    master = opt.masters[weight]
+    assert master.dtype == torch.float32 and 0 < (master - before).abs().max() < 1e-4

@@ -132,6 +132,18 @@ def test_a_skipped_step_counts_for_a_schedule(recwarn):
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
 
 
+def test_a_step_that_counts_is_known_to_schedules(recwarn):
+    """One that was made before does not warn; one that is made later does not wrap the step."""
+    opt = SGD(nn.Linear(1, 1).parameters(), 0.1)
+    schedule = StepLR(opt, 1)
+    opt.step = step = private.as_known_to_schedules(lambda: None)
+    private.count_as_stepped(opt)
+    schedule.step()
+    StepLR(opt, 1)
+    assert opt.step is step
+    assert not [w for w in recwarn if "has been overridden" in str(w.message)]
+
+
 def test_a_fused_optimizer_unscales_by_itself():
     params = [nn.Parameter(torch.ones(1))]
     assert private.unscales_by_itself(SGD(params, 0.1, fused=True))

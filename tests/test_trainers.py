@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import pickle
+import tempfile
 from importlib.util import find_spec
 
 import pytest
@@ -37,7 +38,6 @@ from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from mixedfp.engine.forward import computing
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import masters_of, with_masters
 from mixedfp.scaler import LossScaler
@@ -46,7 +46,7 @@ from mixedfp.trainers import MastersPrecision, use_masters
 
 EACH = pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-FOLDER = "unused"  # of trainers that write nothing
+FOLDER = tempfile.gettempdir()  # of trainers that write nothing
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
 
 
@@ -440,24 +440,46 @@ def test_lightning_optimizes_by_hand_two_networks_in_turn(dtype):
     trainer_of(plugins).fit(gan, DataLoader(data, batch_size=None))
     opts, scaler = twin.configure_optimizers(), LossScaler(enabled=dtype == "fp16")
     if dtype is not None:
-        with_masters(twin, *opts, dtype=dtype)
+        with_masters(twin.nets, *opts, dtype=dtype)
     for x in data:
-        with computing(twin):
-            for net, opt, target in zip(twin.nets, opts, (1.0, 0.0), strict=True):
-                for other in twin.nets:
-                    other.requires_grad_(other is net)
-                loss = twin.loss(x, target)
-                with torch.autocast("cpu", enabled=False):
-                    scaler.scale(loss).backward()
-                scaler.unscale_(opt)
-                clip_grad_norm_(net.parameters(), 0.5)
-                scaler.step(opt)
-                scaler.update()
-                opt.zero_grad()
-                if dtype is not None:
-                    opt.masters.begin_forward()
+        for net, opt, target in zip(twin.nets, opts, (1.0, 0.0), strict=True):
+            for other in twin.nets:
+                other.requires_grad_(other is net)
+            scaler.scale(twin.loss(x, target)).backward()
+            scaler.unscale_(opt)
+            clip_grad_norm_(net.parameters(), 0.5)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
     assert_same(gan.losses, twin.losses)
     assert_same(dict(gan.state_dict()), dict(twin.state_dict()))
+
+
+@EACH
+def test_lightning_steps_two_optimizers_after_one_loss(dtype):
+    """The scale is updated after the first step, and the second belongs to the same loss."""
+
+    class Both(Gan):
+        def training_step(self, batch, _):
+            self.manual_backward(self.loss(batch, 0.0))
+            for opt in self.optimizers():
+                opt.step()
+                opt.zero_grad()
+
+    both, twin = Both(), Both()
+    data = [x for x, _ in batches(3 if dtype != "fp32" else None)]
+    plugin = MastersPrecision(dtype)
+    trainer_of([plugin]).fit(both, DataLoader(data, batch_size=None))
+    opts, scaler = twin.configure_optimizers(), LossScaler(enabled=dtype == "fp16")
+    with_masters(twin.nets, *opts, dtype=dtype)
+    for x in data:
+        scaler.scale(twin.loss(x, 0.0)).backward()
+        for opt in opts:
+            scaler.step(opt)
+        scaler.update()
+        twin.zero_grad()
+    assert_same(dict(both.state_dict()), dict(twin.state_dict()))
+    assert plugin.scaler.skipped == ([3] if dtype == "fp16" else [])
 
 
 def test_lightning_validates_tests_and_predicts_in_16_bits_and_fits_again():
@@ -588,7 +610,7 @@ def test_fabric_steps_two_networks_with_an_optimizer_each(dtype):
 # Accelerate
 
 
-def test_accelerates_schedule_waits_for_a_skipped_step_and_its_log_counts_it():
+def test_accelerates_schedule_waits_for_a_skipped_step_and_its_log_counts_it(recwarn):
     accelerator, logs = use_masters(accelerate.Accelerator(cpu=True), "fp16"), []
     net = make_net()
     opt = SGD(net.parameters(), lr=0.1)
@@ -606,6 +628,7 @@ def test_accelerates_schedule_waits_for_a_skipped_step_and_its_log_counts_it():
         assert opt.step_was_skipped == (i == 2)
         accelerator.log({"loss": 1.0})
     assert schedule.get_last_lr() == [0.1 * 0.5**3]
+    assert not [w for w in recwarn if "has been overridden" in str(w.message)]
     assert logs[1:3] == [
         {"loss": 1.0, "loss_scale": 65536.0, "skipped_steps": 0},
         {"loss": 1.0, "loss_scale": 32768.0, "skipped_steps": 1},
@@ -614,7 +637,7 @@ def test_accelerates_schedule_waits_for_a_skipped_step_and_its_log_counts_it():
 
 def test_accelerate_needs_the_model_of_an_optimizer():
     accelerator, net = use_masters(accelerate.Accelerator(cpu=True), "bf16"), make_net()
-    with pytest.raises(MixedPrecisionError, match=r"accelerator.prepare\(model, optimizer\)"):
+    with pytest.raises(MixedPrecisionError, match=r"prepare\(model, optimizer\)"):
         accelerator.prepare(SGD(net.parameters(), lr=0.1))
 
 
@@ -684,6 +707,13 @@ def test_the_trainer_resumes_a_model_of_transformers(kind, flat, optim, tmp_path
     assert_same(trained(kind, "bf16", tmp_path, resume, flat, **more)[0], whole)
     logged = [h for h in trainer.state.log_history if "loss" in h]
     assert [h["skipped_steps"] for h in logged] == [0, 0] and "loss_scale" not in logged[0]
+
+
+def test_the_trainer_compiles_a_model(tmp_path):
+    """Dynamo's copy of a ModelOutput would lose the loss."""
+    more = dict(torch_compile=True, torch_compile_backend="eager")
+    compiled, _ = trained("llama", "bf16", tmp_path, **more)
+    assert_same(compiled, trained("llama", "bf16", tmp_path)[0])
 
 
 @KIND

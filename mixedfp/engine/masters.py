@@ -385,7 +385,8 @@ class Masters:
     def begin_forward(self) -> None:
         "Adopt what other code has written, and prepare for the gradients of a forward pass."
         self.sync()
-        self.gradients.begin_forward()
+        if self.gradients.casts:
+            self.gradients.begin_forward()
 
     def _adopt_masters(self, now, was):
         for h, m, n, w in zip(self.half, self.master, now, was, strict=True):
