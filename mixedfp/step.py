@@ -377,7 +377,8 @@ class MixedStep:
             watch = register_optimizer_step_pre_hook(_refuse_others)
             masters.own(watch)
             weakref.finalize(masters, watch.remove)
-            install_forward(model, self.policy, self.layers, masters.begin_forward)
+            before = masters.begin_forward if masters.gradients.casts else masters.sync
+            install_forward(model, self.policy, self.layers, before)
             if self.policy.dtype != torch.float32:
                 join_ddp(masters)
         self._masters.sync()

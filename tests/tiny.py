@@ -92,11 +92,6 @@ def three_groups(model):
     return [params(model[:2]), params(model[2:6]), params(model[6:])]
 
 
-def sometimes_groups(model):
-    """Split `Sometimes` in two."""
-    return [params(model.body) + params(model.never), params(model.sometimes) + params(model.head)]
-
-
 # Data
 
 

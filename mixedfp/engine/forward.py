@@ -54,7 +54,12 @@ class HalfForward(WrappedForward):
             if self.policy.dtype == torch.float32:
                 return self.own(*args, **kwargs)
             try:
-                return to_float(self._compute(args, kwargs))
+                if not self.policy.autocast:
+                    args, kwargs = cast_floats((args, kwargs), self.policy.dtype)
+                autocast, on_cpu = self._modes()
+                with autocast, on_cpu:
+                    out = self.own(*args, **kwargs)
+                return to_float(out)
             except RuntimeError as e:
                 self._explain(e)
                 raise
@@ -72,13 +77,6 @@ class HalfForward(WrappedForward):
                 f"{error}\n{name} combines dtypes in an operator that torch.autocast leaves alone: "
                 f"cast there, or use autocast=False, which gives {name} 16-bit inputs"
             ) from error
-
-    def _compute(self, args, kwargs):
-        if not self.policy.autocast:
-            args, kwargs = cast_floats((args, kwargs), self.policy.dtype)
-        autocast, on_cpu = self._modes()
-        with autocast, on_cpu:
-            return self.own(*args, **kwargs)
 
     def _modes(self):
         "Return `torch.autocast` and, on a CPU, `InFloat32`."
