@@ -263,7 +263,7 @@ class _Accelerator:
                 model = _model_of(opt, known)
                 if self.device_placement:  # masters are made where they are used
                     model.to(self.device)
-                self.masters.attach(model, [opt])
+                self.setup.attach(model, [opt])
                 self.models.append(model)
         return super().prepare(*args, **kwargs)  # pyright: ignore
 
@@ -271,11 +271,11 @@ class _Accelerator:
         "Unscale the gradients of `optimizer`, or of all, before they are clipped."
         some = self._optimizers if optimizer is None else optimizer
         for opt in some if isinstance(some, list | tuple) else [some]:
-            self.masters.scaler.unscale_(_own(opt))
+            self.setup.scaler.unscale_(_own(opt))
 
     def log(self, values: dict, *args: Any, **kwargs: Any) -> None:
         "Log the loss scale and the number of skipped steps as well."
-        super().log({**values, **self.masters.logs(self.models)}, *args, **kwargs)  # pyright: ignore
+        super().log({**values, **self.setup.logs(self.models)}, *args, **kwargs)  # pyright: ignore
 
 
 class _Trainer:
@@ -283,13 +283,12 @@ class _Trainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         "Give masters to each trial of a search for hyperparameters."
-        setup = self.accelerator.masters
         super().create_accelerator_and_postprocess()  # pyright: ignore
-        _give(self.accelerator, setup)
+        _give(self.accelerator, copy.deepcopy(self.setup_at_start))
 
     def log(self, logs: dict, *args: Any, **kwargs: Any) -> None:
         "Log the loss scale and the number of skipped steps together with the loss."
-        more = self.accelerator.masters.logs(self.accelerator.models) if "loss" in logs else {}
+        more = self.accelerator.setup.logs(self.accelerator.models) if "loss" in logs else {}
         super().log({**logs, **more}, *args, **kwargs)  # pyright: ignore
 
     def _load_scaler(self, checkpoint):
@@ -297,7 +296,7 @@ class _Trainer:
             super()._load_scaler(checkpoint)  # pyright: ignore
 
     def save_model(self, output_dir=None, _internal_call=False, dtype=None) -> None:
-        "Save float32 weights, or a copy in `dtype`, such as torch.bfloat16."
+        "Save float32 weights, or those of a copy of the model in `dtype`, such as torch.bfloat16."
         model = self.model
         try:
             if dtype is not None:
@@ -342,6 +341,7 @@ def use_masters(
         for name in ("fp16_full_eval", "bf16_full_eval"):
             if getattr(trainer.args, name, False):
                 raise MixedPrecisionError(f"{name}=True would cast weights again: leave it out")
+        trainer.setup_at_start = copy.deepcopy(setup)
         _give(trainer.accelerator, setup)
         trainer.__class__ = _subclass(_Trainer, type(trainer))
     else:
@@ -365,7 +365,7 @@ def _give(accelerator, setup):
     if accelerator._optimizers:
         raise MixedPrecisionError("the trainer has begun: call use_masters before prepare or train")
     accelerator.__class__ = _subclass(_Accelerator, type(accelerator))
-    accelerator.masters, accelerator.models = setup, []
+    accelerator.setup, accelerator.models = setup, []
     accelerator.scaler = setup.scaler if setup.scaler.is_enabled() else None
 
 

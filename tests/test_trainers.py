@@ -5,6 +5,7 @@ loop by hand; a run that was saved and resumed ends in those of an unbroken one.
 """
 
 import copy
+import csv
 import gc
 import itertools
 import os
@@ -25,7 +26,12 @@ import torch
 import transformers
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricParallel
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import on_ranks
@@ -511,9 +517,13 @@ def test_lightning_logs_and_its_callbacks_read_unscaled_gradients(tmp_path):
     trainer = trainer_of([MastersPrecision("fp16")], **kwargs)
     trainer.fit(Module(), DataLoader(batches(3), batch_size=None))
     assert max(norms[:3]) < 3 and norms[3] != norms[3]  # nan
-    rows = open(logger.log_dir + "/metrics.csv").read().split()
-    assert "loss_scale" in rows[0] and "skipped_steps" in rows[0]
-    assert any("32768.0" in row for row in rows) and "lr-AdamW" in rows[0]
+    with open(logger.log_dir + "/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    found = [
+        (r["step"], r["skipped_steps"], float(r["loss_scale"])) for r in rows if r["loss_scale"]
+    ]
+    assert found == [("0", "0", 2**16), ("2", "0", 2**16), ("4", "1", 2**15), ("6", "1", 2**15)]
+    assert any(r["lr-AdamW"] for r in rows)
 
 
 @EACH
@@ -556,6 +566,16 @@ def test_lightnings_checkpoints_of_epochs_and_an_interrupt(tmp_path):
     assert saved["MastersPrecision"]["scale"] == 32768
     assert saved["state_dict"]["net.0.weight"].dtype == torch.float32
     Module.load_from_checkpoint(saves.best_model_path)
+
+
+def test_lightnings_average_of_weights_in_float32_is_the_plain_one():
+    def fit(plugins):
+        module, average = Module(), StochasticWeightAveraging(0.01, swa_epoch_start=2)
+        data = DataLoader(batches(), batch_size=None)
+        trainer_of(plugins, max_epochs=4, callbacks=[average]).fit(module, data, data)
+        return dict(module.state_dict())
+
+    assert_same(fit([MastersPrecision("fp32")]), fit([]))
 
 
 def test_lightnings_own_precision_beside_the_plugin_is_its_error():
@@ -761,16 +781,18 @@ def test_lora_gives_masters_to_the_adapter_alone(base, tmp_path):
 
 
 def test_each_trial_of_a_search_has_masters(tmp_path):
-    """A trial begins with a new model and a new Accelerator."""
-    args = transformers.TrainingArguments(str(tmp_path), max_steps=2, **QUIET)
+    """A trial begins with a new model, a new Accelerator and the scale of the first one."""
+    args = transformers.TrainingArguments(str(tmp_path), max_steps=4, **QUIET)
     make = lambda *_: make_model("llama")  # noqa: E731
     trainer = transformers.Trainer(None, args, train_dataset=texts("llama"), model_init=make)
-    use_masters(trainer, "bf16").remove_callback(transformers.PrinterCallback)
+    scaler = LossScaler(growth_interval=1)
+    use_masters(trainer, "fp16", scaler=scaler).remove_callback(transformers.PrinterCallback)
     trainer.train()
     first = trainer.model
     trainer.create_accelerator_and_postprocess()
     trainer.train()
     assert trainer.model is not first and masters_of(trainer.model) is not None
+    assert trainer.accelerator.scaler.scales == scaler.scales and len(scaler.scales) == 4
 
 
 # What is told
