@@ -216,16 +216,15 @@ class MastersPrecision:
         "Compute gradients, unscale and clip them; step or skip; update the loss scale."
         self._adopt(optimizer)
         loss, given = None, []
-        is_automatic = model is not None and model.automatic_optimization
         if closure is not None:
             given = [partial(self._evaluate, optimizer, model, closure)]
             if not (isinstance(optimizer, LBFGS) or hasattr(optimizer, "first_step")):  # as SAM
                 loss = given.pop()()
-                if loss is None and is_automatic and self.scaler.is_enabled():
-                    return None  # there was no backward pass
+                if self._is_left_out(loss, model):
+                    return None
         done = self.scaler.step(optimizer, *given, **kwargs)
         self.scaler.update()
-        if not is_automatic:  # other losses may follow in the same context
+        if model is not None and not model.automatic_optimization:  # other losses follow
             for masters in filter(None, map(masters_of, self.models)):
                 masters.begin_forward()
         if model is not None and model.trainer.global_step % model.trainer.log_every_n_steps == 0:
@@ -236,11 +235,15 @@ class MastersPrecision:
     def _evaluate(self, optimizer, model, closure):
         "Call the closure; let a `Trainer` see and clip unscaled gradients."
         loss = closure()
-        if model is not None:
-            if loss is not None or not model.automatic_optimization:
-                self.scaler.unscale_(optimizer)
+        if model is not None and not self._is_left_out(loss, model):
+            self.scaler.unscale_(optimizer)
             self._after_closure(model, optimizer)
         return loss
+
+    def _is_left_out(self, loss, model):
+        "Whether `training_step` has returned None, so that there is nothing to unscale."
+        is_automatic = model is not None and model.automatic_optimization
+        return loss is None and is_automatic and self.scaler.is_enabled()
 
     def state_dict(self) -> dict:
         "Return the loss scale. A `Trainer` saves it; Fabric does if the plugin is in its state."
