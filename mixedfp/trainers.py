@@ -30,14 +30,14 @@ from .step import MixedStep
 
 # %% ../nbs/15_trainers.ipynb #f15a0025
 class _Setup(NamedTuple):
-    "What a trainer makes masters with."
+    "The settings of the masters of a trainer, and its loss scaler."
 
     settings: dict[str, Any]  # of `with_masters`
     scaler: LossScaler  # enabled in float16 only: otherwise the guard of each optimizer checks
 
     @classmethod
     def of(cls, dtype, scaler, settings) -> "_Setup":
-        "Check what a user gives."
+        "Check the arguments of a user."
         policy = Policy(dtype=dtype, **settings)
         is_fp16 = policy.dtype == torch.float16
         if is_fp16 and policy.half_grads:
@@ -48,7 +48,7 @@ class _Setup(NamedTuple):
         return cls({**settings, "dtype": policy.dtype}, scaler or LossScaler(enabled=is_fp16))
 
     def attach(self, model, optimizers):
-        "Make masters that `optimizers` step; without any, to evaluate in 16 bits."
+        "Make masters for `optimizers` to step, or, without any, to evaluate in 16 bits."
         if optimizers:
             with_masters(model, *optimizers, **self.settings)
         elif any(p.requires_grad for p in model.parameters()):
@@ -78,8 +78,9 @@ def _model_of(optimizer, models):
         if any(p is first for p in model.parameters()):
             return model
     raise MixedPrecisionError(
-        "the trainer does not know the model of this optimizer: give it both, as in prepare(model, "
-        "optimizer) or setup(model, optimizer). For several GPUs start a process each, by torchrun"
+        "the trainer has not been given the model of this optimizer: call prepare(model, "
+        "optimizer) or setup(model, optimizer). With several GPUs, start one process for each with "
+        "torchrun"
     )
 
 # %% ../nbs/15_trainers.ipynb #f15a0027
@@ -103,7 +104,7 @@ class MastersPrecision:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a plugin of those of Lightning's packages that are imported."""
+        """Return a plugin for whichever of Lightning's packages are imported."""
         names = [name for name in _PACKAGES if name in sys.modules]
         names = names or [name for name in _PACKAGES if find_spec(name.split(".")[0])][:1]
         if not names:
@@ -134,7 +135,7 @@ class MastersPrecision:
         return self.setup.logs(self.models)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        "Note a module of Fabric, which does not give its optimizers."
+        "Remember a module of Fabric, which passes no optimizers here."
         self.waiting.append(module)
         return module
 
@@ -163,7 +164,7 @@ class MastersPrecision:
             self._attach(self.waiting.pop(), ())
 
     def _adopt(self, optimizer):
-        "Make an optimizer of Fabric step masters."
+        "Make an optimizer of Fabric step the masters."
         self._attach_waiting()
         if "masters" not in vars(optimizer):
             states = [t for state in optimizer.state.values() for t in state.values()]
@@ -197,7 +198,7 @@ class MastersPrecision:
         return self.hooks.post_backward(self, tensor, module)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        "Unscale gradients that Fabric clips next."
+        "Unscale the gradients, which Fabric clips next."
         self._adopt(optimizer)
         self.scaler.unscale_(optimizer)
 
@@ -353,7 +354,7 @@ def use_masters(
 
 
 def _give(accelerator, setup):
-    "Make `accelerator` make masters."
+    "Let `accelerator` make masters in `prepare`."
     if accelerator.mixed_precision != "no":
         raise MixedPrecisionError(
             f"the trainer's own mixed precision is on, {accelerator.mixed_precision}: leave "
@@ -366,7 +367,7 @@ def _give(accelerator, setup):
             "after fully_shard in a loop of your own"
         )
     if accelerator._optimizers:
-        raise MixedPrecisionError("the trainer has begun: call use_masters before prepare or train")
+        raise MixedPrecisionError("training has begun: call use_masters before prepare or train")
     accelerator.__class__ = _subclass(_Accelerator, type(accelerator))
     accelerator.setup, accelerator.models = setup, []
     accelerator.scaler = setup.scaler if setup.scaler.is_enabled() else None

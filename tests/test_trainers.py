@@ -391,7 +391,7 @@ def test_fsdp2_in_fabric_and_lightning(tmp_path):
         for name in ("fabric", "lightning"):
             assert_same(found[name, "fp32"], found[name, None])
             for dtype in ("bf16", "fp16"):
-                assert found[name, dtype] == pytest.approx(found[name, None], rel=2e-2)
+                assert found[name, dtype] == pytest.approx(found[name, None], rel=2e-3)
                 assert found[name, dtype] != found[name, None]
         assert found["fabric", None] == pytest.approx(found["lightning", None])
 
@@ -529,10 +529,13 @@ def test_lightning_logs_and_its_callbacks_read_unscaled_gradients(tmp_path):
 @EACH
 def test_lightning_with_an_optimizer_that_calls_its_closure_again(dtype):
     """LBFGS, of which Lightning's own float16 plugin says that it is not compatible."""
-    module, data = Module(make_opt=lambda ps: LBFGS(ps, lr=0.1, max_iter=4)), batches()[:1] * 6
-    trainer_of([MastersPrecision(dtype)]).fit(module, DataLoader(data, batch_size=None))
-    calls, losses = len(module.seen), [loss for _, loss in module.seen]
-    assert calls > 12 and losses[-1] < losses[0] / 4
+    losses = []
+    for plugins in ([], [MastersPrecision(dtype)]):
+        module, data = Module(make_opt=lambda ps: LBFGS(ps, lr=0.1, max_iter=4)), batches()[:1] * 6
+        trainer_of(plugins).fit(module, DataLoader(data, batch_size=None))
+        losses.append([loss for _, loss in module.seen])
+    plain, found = losses
+    assert found == plain if dtype == "fp32" else len(found) > 12 and found[-1] < found[0] / 4
 
 
 def test_lightning_skips_a_training_step_that_returns_none():

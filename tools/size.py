@@ -9,7 +9,7 @@ from notebooks import ROOT
 
 LINES, CODE, MODULES, FUNCTION = 8900, 6465, 34, 60
 BESIDE = {"audit": 330, "memory": 310}  # lines of what works without the rest, and is not counted
-TEST_LINES = 14425
+TEST_LINES = 14430
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 
 
