@@ -1,12 +1,12 @@
 """Train one model in several precisions: accuracy over seeds, and training time per epoch.
 
     python bench/accuracy.py                         # 3 seeds, rates 0.01 and 0.001: 10 minutes
-    python bench/accuracy.py --seeds 0 --epochs 1    # a look
-    python bench/accuracy.py                         # again: only the times are measured anew
+    python bench/accuracy.py --seeds 0 --epochs 1    # a quick look
+    python bench/accuracy.py                         # again: only remeasures the times
 
-Needs CIFAR-10 (see `mixedfp.examples.cifar10`). Every finished run is a line of the CSV file; what
-is there already is not run again. Times are taken apart from that: the precisions take turns, a few
-batches each, so that a machine that is busy for a while is busy for all of them.
+Needs CIFAR-10 (see `mixedfp.examples.cifar10`). Every finished run is a line of the CSV file and
+is not repeated. Times are measured separately: the precisions take turns, a few batches each, so
+that a temporarily busy machine affects all of them.
 """
 
 import argparse
@@ -30,12 +30,12 @@ COLUMNS = ["precision", "lr", "seed", "accuracy", "valid_loss", "skipped", "loss
 
 
 class BatchTimes(Callback):
-    """Note the seconds of each training batch, from the inputs' cast to the cleared gradients."""
+    """Record the time of each training batch, from casting its inputs to clearing the gradients."""
 
     order = -100  # starts the clock before any other callback
 
     def before_fit(self):
-        """Start the list."""
+        """Create the list."""
         self.seconds = []
 
     def before_batch(self):
@@ -48,12 +48,12 @@ class BatchTimes(Callback):
             self.seconds.append(time.perf_counter() - self.start)
 
     def before_validate(self):
-        """Leave the validation out."""
+        """Skip validation."""
         raise CancelValidException
 
 
 def measure_times(args: argparse.Namespace) -> dict:
-    """Let the precisions take turns: seconds an epoch of each, and their ratio to fp32's."""
+    """Time the precisions in turn; return seconds per epoch, and the ratio to fp32."""
     learners, batches = {}, {}
     for name in args.precisions:
         set_seed(0)
@@ -66,7 +66,7 @@ def measure_times(args: argparse.Namespace) -> dict:
             clock = BatchTimes()
             with learn.no_bar(), learn.no_logging():
                 learn.fit(1, 0.001, cbs=clock)
-            if turn > 0:  # the first turn warms up
+            if turn > 0:  # the first turn is a warm-up
                 batches[name].append(median(clock.seconds))
     fp32 = batches.get("fp32", [float("nan")] * args.turns)
     return {
@@ -79,7 +79,7 @@ def measure_times(args: argparse.Namespace) -> dict:
 
 
 def train_all(args: argparse.Namespace, path: Path) -> list[dict]:
-    """Run what `path` does not hold yet, and write each run into it when it is finished."""
+    """Do the runs that `path` lacks, and write each to it when finished."""
     rows = read(path)
     done = {(r["precision"], r["lr"], r["seed"]) for r in rows}
     get_dls = partial(cifar10, n_train=args.n_train, n_valid=args.n_valid, bs=args.bs, device="cpu")
@@ -99,7 +99,7 @@ def train_all(args: argparse.Namespace, path: Path) -> list[dict]:
 
 
 def read(path: Path) -> list[dict]:
-    """Read the lines of `path`; none where there is no file."""
+    """Read the lines of `path`; return none if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as f:
@@ -110,7 +110,7 @@ def read(path: Path) -> list[dict]:
 
 
 def summarize(rows: list[dict], times: dict) -> list[dict]:
-    """One line a rate and precision: mean and deviation over seeds, time against fp32's."""
+    """Return a line per rate and precision: mean and deviation over seeds, time over fp32's."""
     lines = []
     for lr in sorted({r["lr"] for r in rows}, reverse=True):
         for name in PRECISIONS:
@@ -134,8 +134,8 @@ def summarize(rows: list[dict], times: dict) -> list[dict]:
 
 
 def show(lines: list[dict]) -> None:
-    """Print the table, as markdown."""
-    print("| rate | precision | accuracy, % | validation loss | s an epoch | of fp32's | skipped |")
+    """Print the table as markdown."""
+    print("| rate | precision | accuracy, % | validation loss | s per epoch | × fp32 | skipped |")
     print("|---|---|---|---|---|---|---|")
     for o in lines:
         accuracy = f"{o['accuracy_mean']:.1f} ± {o['accuracy_sd']:.1f}"
@@ -146,7 +146,7 @@ def show(lines: list[dict]) -> None:
 
 
 def main() -> None:
-    """Run what is asked for, and write and print the table."""
+    """Do the requested runs, then write and print the table."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument(
         "--precisions",
@@ -162,7 +162,7 @@ def main() -> None:
     p.add_argument("--bs", type=int, default=64)
     p.add_argument("--n-train", type=int, default=2000)
     p.add_argument("--n-valid", type=int, default=500)
-    p.add_argument("--turns", type=int, default=10, help="of 4 batches, for the times; 0: none")
+    p.add_argument("--turns", type=int, default=10, help="timing turns of 4 batches; 0: no timing")
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--out", type=Path, default=Path("accuracy"), help="writes OUT.csv and OUT.json")
     args = p.parse_args()

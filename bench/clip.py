@@ -1,10 +1,10 @@
-"""Unscale, check and clip: `LossScaler` against `torch.amp.GradScaler`, and what a check costs.
+"""Unscale, check and clip: `LossScaler` against `torch.amp.GradScaler`, and the cost of a check.
 
     python bench/clip.py --out bench/results/clip.json    # 1 minute
 
-Float32 gradients. Each way unscales and checks them, then `clip_grad_norm_` of PyTorch clips; in
-bfloat16 nothing is scaled, so the check is a pass of its own. All ways take turns; `ratio` is the
-median over the turns of a way's time by that of PyTorch's in the same turn: above 1 is slower.
+Gradients are float32. Each way unscales and checks them, then PyTorch's `clip_grad_norm_` clips; in
+bfloat16 nothing is scaled, so the check is a separate pass. All ways are timed in turn; `ratio` is
+the median over turns of a way's time divided by `GradScaler`'s in that turn: above 1 is slower.
 """
 
 import argparse
@@ -25,8 +25,8 @@ SIZES = {"24 M in 100 tensors": (100, 240_000), "2,000 tensors of 256": (2000, 2
 FLAT = dict(flat_master=True)
 
 
-def make_model(size: str, **settings) -> tuple:  # the model, an optimizer over it
-    """Make parameters, with masters if there are settings."""
+def make_model(size: str, **settings) -> tuple:  # the model and its optimizer
+    """Create parameters, with masters if there are settings."""
     model = Params(*SIZES[size])
     opt = torch.optim.SGD(model.parameters(), 0.1)
     if settings:
@@ -35,7 +35,7 @@ def make_model(size: str, **settings) -> tuple:  # the model, an optimizer over 
 
 
 def scaled(scaler: torch.amp.GradScaler, model: Params, opt: torch.optim.Optimizer) -> tuple:
-    """Return what is done before each turn and in it, with a scaler."""
+    """Return the model, and functions to run before and in each turn, with a scaler."""
 
     def prepare():
         scaler.update()
@@ -47,12 +47,12 @@ def scaled(scaler: torch.amp.GradScaler, model: Params, opt: torch.optim.Optimiz
 
     scaler.scale(torch.ones(()))
     model.set_grads()
-    run()  # `update` wants to know of a check
+    run()  # `update` requires a check
     return model, prepare, run
 
 
 def unscaled(check: Callable, model: Params) -> tuple:
-    """Return the same without a scaler: `check` and clip."""
+    """Return the same without a scaler, using `check`, then clip."""
 
     def run():
         assert not check([p.grad for p in model.parameters()])
@@ -62,12 +62,12 @@ def unscaled(check: Callable, model: Params) -> tuple:
 
 
 def norm_is_finite(grads: list[torch.Tensor]) -> bool:
-    """Check by the norm, which a clip computes anyway: what one read for both would save."""
+    """Check the norm, which clipping computes anyway: shows the gain from one read for both."""
     return not torch.nn.utils.get_total_norm(grads).isfinite().item()
 
 
 def measure(size: str, repeats: int) -> list[dict]:
-    """Let all ways of one size take turns."""
+    """Time all ways of one size in turn."""
     theirs, ours = torch.amp.GradScaler("cpu", 2.0), LossScaler("cpu", 2.0)
     ways = {
         "GradScaler": scaled(theirs, *make_model(size)),

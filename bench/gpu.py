@@ -1,18 +1,18 @@
 """Test and measure on your GPU, in 9 minutes: one JSON, tables to post. `make bench-gpu` runs it.
 
     python bench/gpu.py                         # writes bench/results/gpu-<its name>.json
-    python bench/gpu.py --stages gpt vit        # some stages; the others stay as they were measured
-    python bench/gpu.py --device cpu --smallest --out try.json    # a trial of this file itself
+    python bench/gpu.py --stages gpt vit        # some stages; the others keep their results
+    python bench/gpu.py --device cpu --smallest --out try.json    # a test of this script itself
 
-It needs PyTorch, torchvision and pytest, and works offline; what needs fastai is left out by name
-where fastai is not installed. Each stage is a process of its own with a time limit, the most
-telling ones come first, and each writes what it has found as it goes: a stage that is broken off
-keeps its rows, and a second run repeats only the stages that have not ended.
+It needs PyTorch, torchvision and pytest, and works offline; parts that need fastai are skipped by
+name if fastai is not installed. Each stage runs in its own process with a time limit, the most
+informative stages come first, and each writes its results as it goes: an interrupted stage keeps
+its rows, and a second run repeats only the stages that have not finished.
 
-Ways take turns; times are CUDA events, medians of the turns. `peak` is PyTorch's
-`max_memory_allocated` from before the model is made to the end of the third step, less what was
-allocated before. `launches` are kernels in one step, by the profiler; `waits` are the calls in
-which the host waits for the device. Factors of float32 are rounded to TF32. Batches are random.
+The ways are timed in turn with CUDA events; times are medians over the turns. `peak` is PyTorch's
+`max_memory_allocated` from before the model is built to the end of the third step, minus the memory
+allocated before. `launches` counts the kernels in one step, by the profiler; `waits` counts the
+calls in which the host waits for the device. float32 products use TF32. Batches are random.
 """
 
 import argparse
@@ -47,7 +47,7 @@ SECONDS = {"tests": 110, "small": 45, "gpt": 85, "vit": 90, "resnet": 150, "curv
 B16 = torch.bfloat16
 
 
-# what is trained
+# models
 
 
 def resnet(depth: int) -> nn.Module:
@@ -58,7 +58,7 @@ def resnet(depth: int) -> nn.Module:
 
 
 def tiny_conv_net() -> nn.Module:
-    """Build a network for a trial."""
+    """Build a network for a trial run."""
     conv, norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
     return nn.Sequential(
         conv, norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
@@ -66,7 +66,7 @@ def tiny_conv_net() -> nn.Module:
 
 
 def channels_last(batch: tuple) -> tuple:
-    """Lay the images of a batch out as the model's weights."""
+    """Convert the images of a batch to the memory layout of the model's weights."""
     (x,), y = batch
     return (x.to(memory_format=torch.channels_last),), y
 
@@ -85,7 +85,7 @@ SMALLEST: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-# how it is trained
+# training loops
 
 FLAT = dict(flat_master=True)
 HALF = FLAT | dict(half_grads=True)
@@ -110,7 +110,7 @@ LEARNERS: dict[str, dict | None] = {
 
 
 class Loop:
-    """A plain PyTorch loop with a fused AdamW, in one of the ways."""
+    """A plain PyTorch loop with fused AdamW, in one of the ways."""
 
     def __init__(
         self,
@@ -132,12 +132,12 @@ class Loop:
             return loss_of(self.model(*xs), y)
 
     def update(self) -> None:
-        """Step, and forget the gradients."""
+        """Step, and clear the gradients."""
         self.opt.step()
         self.opt.zero_grad()
 
     def step(self, xs: tuple, y: Any) -> torch.Tensor:
-        """Do all that is done with a batch."""
+        """Run a whole training step on a batch."""
         loss = self.forward(xs, y)
         loss.backward()
         self.update()
@@ -145,7 +145,7 @@ class Loop:
 
 
 class InALearner:
-    """A fastai `Learner` with a fused AdamW, given batches one by one with all its events."""
+    """A fastai `Learner` with fused AdamW that gets batches one by one, with all its events."""
 
     def __init__(
         self, model: nn.Module, device: str, autocast: bool = False, masters: dict | None = None
@@ -155,12 +155,12 @@ class InALearner:
         from fastai.learner import Learner, Recorder
         from fastai.optimizer import OptimWrapper
 
-        import mixedfp.callback  # noqa: F401  gives `Learner` its methods
+        import mixedfp.callback  # noqa: F401  adds methods to `Learner`
 
         data: Any = SimpleNamespace(device=torch.device(device))
         opt_func = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
         self.learn = learn = Learner(data, model, loss_of, opt_func=opt_func, lr=1e-4)
-        learn.remove_cbs([Recorder, ProgressCallback])  # they look at data loaders
+        learn.remove_cbs([Recorder, ProgressCallback])  # they read data loaders
         if autocast:
             learn.add_cb(MixedPrecision(amp_mode=AMPMode.BF16))
         if masters is not None:
@@ -172,26 +172,26 @@ class InALearner:
             learn(event)
 
     def step(self, xs: tuple, y: Any) -> None:
-        """Do all that is done with a batch."""
+        """Run a whole training step on a batch."""
         self.learn.one_batch(0, (*xs, y))
 
 
-# what is measured
+# measurements
 
 
 class Device:
-    """Times, memory and kernels of the device; on a CPU, seconds and nothing else."""
+    """Measures times, memory and kernels of the device; on a CPU, only times."""
 
     def __init__(self, name: str):
         self.name, self.is_cuda = name, name == "cuda"
 
     def wait(self) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished all its work."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def allocated(self) -> int:
-        """Return the bytes allocated now, and start a new peak."""
+        """Return the bytes allocated now, and reset the peak."""
         if not self.is_cuda:
             return 0
         self.wait()
@@ -204,7 +204,7 @@ class Device:
         return torch.cuda.max_memory_allocated() if self.is_cuda else 0
 
     def ms(self, f: Callable, n: int = 1) -> float:
-        """Time `n` calls: milliseconds a call."""
+        """Time `n` calls; return milliseconds per call."""
         if not self.is_cuda:
             begin = time.perf_counter()
             for _ in range(n):
@@ -232,7 +232,7 @@ class Device:
             times[e.name] += e.time_range.elapsed_us()
         calls = Counter(e.name for e in events if e.device_type.name == "CPU")
         waits = {k: n for k, n in calls.items() if k.startswith("cuda") and "Synchronize" in k}
-        waits["cudaDeviceSynchronize"] = waits.get("cudaDeviceSynchronize", 0) - 1  # our own
+        waits["cudaDeviceSynchronize"] = waits.get("cudaDeviceSynchronize", 0) - 1  # our own call
         return {
             "launches": sum(found.values()),
             "device_ms": sum(times.values()) / 1e3,
@@ -247,7 +247,7 @@ def _is_copy(name):
 
 
 def measure(stage: str, args: argparse.Namespace, out: Path) -> None:
-    """Measure the ways of one model, and write a row each as it is known."""
+    """Measure the ways for one model, writing each row as soon as it is known."""
     device = Device(args.device)
     build, make_batch = (SMALLEST if args.smallest else MODELS)[stage]
     ways: dict[str, Any] = dict(WAYS)
@@ -265,19 +265,19 @@ def measure(stage: str, args: argparse.Namespace, out: Path) -> None:
             try:
                 step = start(way, ways[way], build, stage, device, batch, rows[way])
                 runs[way] = partial(step, *batch)
-            except Exception as e:  # one way that fails must not hide the others
+            except Exception as e:  # a failing way must not hide the others
                 rows[way]["error"] = f"{type(e).__name__}: {e}"[:600]
             save(out, list(rows.values()))
         if set(new) & runs.keys():
             take_turns(runs, rows, device, 1 if args.smallest else 5)
         save(out, list(rows.values()))
-    for way, run in runs.items():  # last: with a profiler each launch takes longer, also after it
+    for way, run in runs.items():  # last: profiling slows down launches, even afterwards
         rows[way] |= device.profile(run)
         save(out, list(rows.values()))
 
 
 def start(way, how, build, stage, device, batch, row) -> Callable:
-    """Build a way and do its first three steps; note in `row` what they took."""
+    """Build a way and run its first three steps; record their time and memory in `row`."""
     before = device.allocated()
     torch.manual_seed(0)
     model = build().to(device.name).train()
@@ -298,7 +298,7 @@ def start(way, how, build, stage, device, batch, row) -> Callable:
 
 
 def take_turns(runs: dict, rows: dict, device: Device, n_turns: int) -> None:
-    """Time each way in turn, for a quarter of a second each, and note the medians."""
+    """Time each way in turn, for a quarter of a second each, and record the medians."""
     for _ in range(n_turns):
         for way, run in runs.items():
             times = rows[way]["turns_ms"]
@@ -308,7 +308,7 @@ def take_turns(runs: dict, rows: dict, device: Device, n_turns: int) -> None:
 
 
 def warm(args: argparse.Namespace, ours: bool) -> None:
-    """Compile what the stages compile, so that the kernels are found in the compiler's cache."""
+    """Compile the stages' models in advance, to fill the compiler's cache with their kernels."""
     way = "ours flat compiled" if ours else "autocast compiled"
     models = SMALLEST if args.smallest else MODELS
     for stage in [s for s in args.stages if s in models and s != "small"]:
@@ -319,7 +319,7 @@ def warm(args: argparse.Namespace, ours: bool) -> None:
 
 
 def curves(args: argparse.Namespace, out: Path) -> None:
-    """Train a small language model on generated text, in three seeds of float32 and of ours."""
+    """Train a small language model on generated text, with three seeds per way."""
     n_steps, n_words = (3, 16) if args.smallest else (200, 256)
     follows = torch.randint(n_words, (n_words, 4), generator=torch.Generator().manual_seed(0))
     found: list[dict] = []
@@ -331,7 +331,7 @@ def curves(args: argparse.Namespace, out: Path) -> None:
 
 
 def train_on_text(way, seed, follows, n_steps, args) -> list[float]:
-    """Train a model of this seed; return the losses."""
+    """Train a model with this seed; return the losses."""
     torch.manual_seed(seed)
     n_words, n = len(follows), 16 if args.smallest else 128
     model = GPT(n_words, 32, 1, 2, n) if args.smallest else GPT(n_words, 256, 4, 4, n)
@@ -355,7 +355,7 @@ def generate(follows, n, length, rng) -> torch.Tensor:
 
 
 def test(args: argparse.Namespace, out: Path) -> None:
-    """Run the tests on the device; count them, and name what failed and why."""
+    """Run the tests on the device; count them, and report failures with reasons."""
     report = out.with_suffix(".xml")
     files = ["tests/test_gpu.py", "tests/test_laws.py"]
     if args.smallest:
@@ -383,28 +383,28 @@ def read_junit(report: Path) -> dict:
 
 
 def save(out: Path, found: Any) -> None:
-    """Write what a stage has found so far, in one piece."""
+    """Write the results of a stage so far, atomically."""
     new = out.with_suffix(".new")
     new.write_text(json.dumps(found))
     new.replace(out)
 
 
 def run_stage(stage: str, args: argparse.Namespace, out: Path, seconds: float) -> str:
-    """Run a stage in a process group of its own for so many seconds; return what went wrong."""
+    """Run a stage in its own process group for at most `seconds`; return an error message."""
     command = [sys.executable, "-W", "ignore", __file__, "--run", stage, "--out", str(out)]
     command += ["--device", args.device] + ["--smallest"] * args.smallest
     process = subprocess.Popen(command, start_new_session=True)
     try:
         code = process.wait(seconds)
-        return f"it ended with code {code}" if code else ""
+        return f"it exited with code {code}" if code else ""
     except subprocess.TimeoutExpired:
-        return f"time was up after {seconds:.0f} s"
+        return f"it timed out after {seconds:.0f} s"
     finally:
         end_group(process)
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process and all that it started."""
+    """Kill a process and all its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -413,7 +413,7 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def run_stages(args: argparse.Namespace, found: dict, out: Path) -> None:
-    """Run the stages that have not ended yet; write the file after each."""
+    """Run the stages that have not finished yet; write the file after each."""
     parts = out.with_suffix("")
     parts.mkdir(parents=True, exist_ok=True)
     stages = [s for s in SECONDS if s in args.stages and s not in found["ended"]]
@@ -438,14 +438,14 @@ def run_stages(args: argparse.Namespace, found: dict, out: Path) -> None:
 
 
 def warm_up(args: argparse.Namespace, what: str, stages: list[str]) -> subprocess.Popen:
-    """Compile in the background, beside the tests, what the stages will time."""
+    """Compile in the background, during the tests, the models that the stages will time."""
     command = [sys.executable, "-W", "ignore", __file__, "--run", what, "--device", args.device]
     command += ["--stages", *stages]
     return subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
 
 
 def about(device: str) -> dict:
-    """Name the day, the GPU, its driver and the versions."""
+    """Return the date, the GPU, its driver and the versions."""
     found = {"date": date.today().isoformat(), "device": device, "driver": None}
     if device == "cuda":
         found |= {"device": torch.cuda.get_device_name(), "driver": driver()}
@@ -455,7 +455,7 @@ def about(device: str) -> dict:
 
 
 def driver() -> str | None:
-    """Ask NVIDIA's tool for the driver's version; None where there is no such tool."""
+    """Return the driver version reported by NVIDIA's tool; None if there is no such tool."""
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.check_output(asked, text=True).split()[0]
@@ -463,11 +463,11 @@ def driver() -> str | None:
         return None
 
 
-# what is shown
+# output
 
 
 def show(found: dict) -> None:
-    """Print the tables in markdown."""
+    """Print the tables as markdown."""
     print(", ".join(f"{k} {v}" for k, v in found["about"].items()))
     stages = found["stages"]
     if "tests" in stages:
@@ -481,24 +481,24 @@ def show(found: dict) -> None:
         if stage in stages:
             show_rows(stages[stage])
     if "curves" in stages:
-        print("\n| way | last loss, mean of three seeds | spread of the seeds |\n|---|---|---|")
+        print("\n| way | last loss, mean of three seeds | spread over seeds |\n|---|---|---|")
         for way in dict.fromkeys(r["way"] for r in stages["curves"]):
             last = [r["last"] for r in stages["curves"] if r["way"] == way]
             spread = f"{stdev(last):.4f}" if len(last) > 1 else ""
             print(f"| {way} | {mean(last):.4f} | {spread} |")
     for name, reason in found["broken_off"].items():
-        print(f"\nbroken off: {name}: {reason}")
+        print(f"\ninterrupted: {name}: {reason}")
     show_means(stages)
 
 
 COLUMNS = (
-    "ms, tokens or images a second, × autocast's speed, peak MiB, × autocast's, launches, "
+    "ms, tokens or images per second, × autocast's speed, peak MiB, × autocast's, launches, "
     "kernels' ms, waits, reads"
 )
 
 
 def show_rows(rows: list[dict]) -> None:
-    """Print a model's table."""
+    """Print the table of a model."""
     base: dict = next((r for r in rows if r["way"] == "autocast"), {})
     print(f"\n| {rows[0]['model']} | {' | '.join(COLUMNS.split(', '))} |\n|{'---|' * 10}")
     for r in rows:
@@ -520,7 +520,7 @@ def show_rows(rows: list[dict]) -> None:
 
 
 def show_means(stages: dict) -> None:
-    """Print the means over the three large models, ours by autocast of the same kind."""
+    """Print the means over the three large models, ours relative to the same kind of autocast."""
     for way, base in (
         ("ours", "autocast"), ("ours flat", "autocast"), ("ours smallest", "autocast"),
         ("ours flat compiled", "autocast compiled"),
@@ -543,14 +543,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--smallest", action="store_true", help="tiny models: a trial")
+    parser.add_argument("--smallest", action="store_true", help="tiny models, for a trial run")
     parser.add_argument("--stages", nargs="+", choices=SECONDS, default=list(SECONDS))
-    parser.add_argument("--again", action="store_true", help="repeat stages that have ended")
+    parser.add_argument("--again", action="store_true", help="repeat finished stages")
     parser.add_argument("--out", type=Path, help="default: bench/results/gpu-<name>.json")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("nothing was run: PyTorch finds no CUDA device here")
+        sys.exit("nothing was run: PyTorch finds no CUDA device")
     if args.run:
         torch.set_float32_matmul_precision("high")
         todo: dict[str, Callable] = {"tests": test, "curves": curves}
@@ -558,7 +558,7 @@ def main() -> None:
             return warm(args, args.run == "warm-ours")
         return todo.get(args.run, partial(measure, args.run))(args, args.out)
     if args.device == "cpu" and args.out is None:
-        parser.error("--device cpu is a trial: say with --out where its file goes")
+        parser.error("--device cpu is a trial run: set --out to choose where its file goes")
     info = about(args.device)
     name = re.sub(r"[^a-z0-9]+", "-", info["device"].lower()).strip("-")
     out = args.out or HERE / "results" / f"gpu-{name}.json"

@@ -1,12 +1,12 @@
-"""One loss scale against a scale for each layer: accuracy, and what is flushed to zero.
+"""One loss scale against a scale per layer: accuracy, and gradients flushed to zero.
 
     python bench/layer_scales.py --out bench/results/layer_scales.json    # 2 minutes
 
 Needs CIFAR-10 (see `mixedfp.examples.cifar10`). Two tasks: an ordinary network on CIFAR-10, and
 the network of `guides/layer_scales`, built so that no single scale fits, on scikit-learn's digits.
-Each is trained in float32, in float16 with one dynamic loss scale, and with layer scales on top of
-it. After training, one batch's gradients are compared with float32's for the same (16-bit)
-weights: a gradient is flushed if it is zero here and not there.
+Each is trained in float32, in float16 with one dynamic loss scale, and with layer scales in
+addition. After training, one batch's gradients are compared with float32 gradients for the same
+(16-bit) weights: a gradient is flushed if it is zero in float16 only.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MODES = ["fp32", "one scale", "layer scales"]
 
 
 class Block(nn.Module):
-    """A layer, around a skip where sizes allow, that hands down 2**-6 of its gradient."""
+    """A layer, with a skip connection where sizes allow, that passes on 2**-6 of its gradient."""
 
     def __init__(self, n_in: int, n_out: int):
         super().__init__()
@@ -127,7 +127,7 @@ class Run:
         dtype = torch.float32 if mode == "fp32" else torch.float16
         self.model, self.opt = with_masters(model, get_optimizer(model), dtype=dtype)
         self.layers = LayerwiseGradientScaler(model, auto=True) if mode == "layer scales" else None
-        # it may grow early, so that one scale is as high as it can be
+        # grows early, so that the single scale is as high as possible
         settings = {"growth_interval": 25, "enabled": mode != "fp32", "layers": self.layers}
         self.scaler = LossScaler("cpu", **settings)
 
@@ -139,7 +139,7 @@ class Run:
         self.scaler.unscale_(self.opt)
 
     def step(self) -> None:
-        """Step unless a gradient has overflowed, and move the scales."""
+        """Step unless a gradient has overflowed, and update the scales."""
         self.scaler.step(self.opt)
         self.scaler.update()
 
@@ -153,7 +153,7 @@ class Run:
 
 
 def flushed(run: Run, fresh: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Return, for each weight, the share of gradients that are zero here and not in float32."""
+    """Return, for each weight, the share of gradients that are zero here but not in float32."""
     truth = copy.deepcopy(fresh)
     with torch.no_grad():
         for p, q in zip(truth.parameters(), run.model.parameters(), strict=True):
@@ -196,7 +196,7 @@ def train_one(task: type, mode: str, seed: int) -> dict:
 
 
 def summarize(task: type, mode: str, runs: list[dict]) -> dict:
-    """Put the seeds of one mode together."""
+    """Combine the seeds of one mode."""
     accuracies = [r["accuracy"] for r in runs]
     return {
         "network": task.name,
@@ -213,8 +213,8 @@ def summarize(task: type, mode: str, runs: list[dict]) -> dict:
 
 
 def show(lines: list[dict]) -> None:
-    """Print the table as markdown, and the numbers of each layer."""
-    print("| network | mode | accuracy, % | flushed, the worst layer | loss scale | skipped |")
+    """Print the table as markdown, and the figures for each layer."""
+    print("| network | mode | accuracy, % | flushed, worst layer | loss scale | skipped |")
     print("|---|---|---|---|---|---|")
     for o in lines:
         worst = f"{max(o['flushed'].values()):.2%}" if o["flushed"] else ""
@@ -223,7 +223,7 @@ def show(lines: list[dict]) -> None:
             f"| {worst} | {median(o['loss_scales']):g} | {sum(o['skipped'])} |"
         )
     for o in (o for o in lines if o["flushed"]):
-        print(f"\n{o['network']}, {o['mode']}: {o['cpu_seconds']:.1f} CPU seconds a run")
+        print(f"\n{o['network']}, {o['mode']}: {o['cpu_seconds']:.1f} CPU seconds per run")
         for name, share in o["flushed"].items():
             scale = f", its scale 2**{o['exponents'][name]:g}" if o["exponents"] else ""
             print(f"  {name}: {share:.2%} flushed{scale}")

@@ -1,10 +1,10 @@
-"""Count the weights that an optimizer's step leaves as they were, with masters and without.
+"""Count the weights that an optimizer step leaves unchanged, with and without masters.
 
     python bench/lost_updates.py                   # lesson 1's network and rate: a minute
     python bench/lost_updates.py --seeds 0 1 2
 
-Needs CIFAR-10 (see `mixedfp.examples.cifar10`). Counted are matrices and kernels; with masters it
-is the masters that the optimizer steps. The README draws the result.
+Needs CIFAR-10 (see `mixedfp.examples.cifar10`). It counts matrices and kernels; with masters, those
+that the optimizer steps. The README plots the result.
 """
 
 import argparse
@@ -24,12 +24,12 @@ PRECISIONS = ["fp32", "bf16-flat", "bf16-pure"]
 
 
 class LostUpdates(Callback):
-    """Note each step's loss, and the share of weights that the step has not changed."""
+    """Record each step's loss, and the share of weights that the step has not changed."""
 
     order = 20  # after MixedPrecision
 
     def before_fit(self):
-        """Find what the optimizer steps."""
+        """Find the weights that the optimizer steps."""
         masters = getattr(self.learn, "mp_cb", None)
         params = self.model.parameters()
         self.weights = masters.master_params[0] if masters else [p for p in params if p.ndim > 1]
@@ -40,25 +40,25 @@ class LostUpdates(Callback):
         return torch.cat([w.detach().flatten() for w in self.weights])
 
     def unchanged(self, since):
-        """Count the share of weights that are what they were."""
+        """Return the share of weights that equal `since`."""
         return (self.copy() == since).float().mean().item()
 
     def before_step(self):
-        """Remember."""
+        """Store the weights."""
         self.before = self.copy()
 
     def after_step(self):
-        """Compare."""
+        """Compare with the weights before the step."""
         self.shares.append(self.unchanged(self.before))
         self.losses.append(self.loss.item())
 
     def after_fit(self):
-        """Compare with the beginning."""
+        """Compare with the initial weights."""
         self.unmoved = self.unchanged(self.start)
 
 
 def train(precision: str, seed: int, args: argparse.Namespace) -> dict:
-    """Train once, and give what was seen."""
+    """Train once, and return the results."""
     set_seed(seed)
     dls = cifar10(n_train=args.n_train, n_valid=args.n_valid, bs=64, device="cpu", seed=seed)
     kwargs = {"opt_func": OPTIMIZERS["sgd"], "metrics": accuracy}

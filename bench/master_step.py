@@ -1,10 +1,10 @@
-"""The optimizer's step with float32 masters: ours against what one would write by hand.
+"""The optimizer step with float32 masters: ours against a hand-written one.
 
     python bench/master_step.py --out bench/results/master_step.json    # 3 minutes on 2 cores
 
-Gradients in, update, weights back to bfloat16. All ways take turns in one run, over parameters of
-the same shapes; each time is the fastest of its turns, which is least disturbed by other programs,
-and `ratio` divides it by that of PyTorch's fused optimizer over masters that are kept by hand.
+Gradients in, update, weights back to bfloat16. All ways are timed in turn in one run, on parameters
+of the same shapes; each time is the fastest turn, which is least disturbed by other programs, and
+`ratio` divides it by the time of PyTorch's fused optimizer with hand-written masters.
 By hand: 16-bit gradients are copied to float32, the masters are stepped and copied back.
 """
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from mixedfp.optimizer import with_masters
 
-SIZES = {  # name: how many tensors of how many numbers
+SIZES = {  # name: (number of tensors, numbers per tensor)
     "2,000 of 256": (2000, 256),
     "120 of 2,048": (120, 2048),
     "24 M": (100, 240_000),
@@ -34,7 +34,7 @@ OPTIMIZERS = {
     "sgd": lambda params, **how: torch.optim.SGD(params, 1e-3, momentum=0.9, **how),
 }
 FOREACH, FUSED = dict(foreach=True), dict(fused=True)
-OURS = {  # name: settings of the optimizer, of with_masters
+OURS = {  # name: (settings of the optimizer, settings of with_masters)
     "ours": ({}, {}),
     "ours foreach": (FOREACH, {}),
     "ours fused": (FUSED, {}),
@@ -49,7 +49,7 @@ OURS = {  # name: settings of the optimizer, of with_masters
 
 
 class Params(nn.Module):
-    """A model that has parameters and nothing else."""
+    """A model with only parameters."""
 
     def __init__(self, n: int, size: int):
         super().__init__()
@@ -73,7 +73,7 @@ def plain(model: Params, make: Callable) -> Callable[[], None]:
 
 
 def by_hand(model: Params, make: Callable) -> Callable[[], None]:
-    """Return a step of masters that are kept by hand."""
+    """Return a step with hand-written masters."""
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     for p in model.parameters():
         p.data = p.data.bfloat16()
@@ -91,7 +91,7 @@ def by_hand(model: Params, make: Callable) -> Callable[[], None]:
 
 
 def ours(model: Params, make: Callable, settings: dict) -> Callable[[], None]:
-    """Return a step of ours; gradients are not checked, as in the other ways."""
+    """Return our step; as in the other ways, gradients are not checked."""
     opt = make(model.parameters())
     with_masters(model, opt, dtype="bf16", skip_nonfinite=False, **settings)
     model.set_grads()
@@ -130,7 +130,7 @@ def measure(size: str, optimizer: str, repeats: int, device: str) -> list[dict]:
 
 
 def about() -> dict:
-    """Return what the figures depend on."""
+    """Return the conditions of the measurement."""
     return dict(
         date=str(date.today()),
         torch=torch.__version__,

@@ -1,4 +1,4 @@
-"""The transformers that benchmarks train; they need PyTorch alone."""
+"""The transformers that benchmarks train; they need only PyTorch."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each with a norm before it and a skip around it."""
+    """Attention and two linear layers, each with a norm before it and a skip connection."""
 
     is_causal = False
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Let each patch look at all others."""
+        """Apply self-attention."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -54,7 +54,7 @@ class ViT(nn.Module):
 
 
 class LM(nn.Module):
-    """A language model of 30 million parameters: blocks that look at earlier words."""
+    """A language model of 30 million parameters: blocks that attend to earlier words."""
 
     def __init__(self, n_words: int = 8000, d: int = 512, n_layers: int = 7, n_heads: int = 8):
         super().__init__()
@@ -68,7 +68,7 @@ class LM(nn.Module):
 
 
 class GPT(LM):
-    """A language model with learned positions, whose head has the weight of its embedding.
+    """A language model with learned positions, whose head shares the embedding's weight.
 
     With 50,304 words, 768 numbers and 12 layers it is as large as GPT-2 small: 124 million.
     """
@@ -94,16 +94,16 @@ class GPT(LM):
 
 
 def loss_of(pred: Tensor, y: Tensor) -> Tensor:
-    """Compute the loss, in 32 bits in every way."""
+    """Compute the loss, always in 32 bits."""
     return F.cross_entropy(pred.float().flatten(0, -2), y.flatten())
 
 
 def images(bs: int, size: int, n_classes: int = 10) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Make a batch of images and their classes."""
+    """Create a batch of images and their classes."""
     return (torch.randn(bs, 3, size, size),), torch.randint(n_classes, (bs,))
 
 
 def words(bs: int, n: int, n_words: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Make a batch of texts, and the words that come next."""
+    """Create a batch of texts and the words that follow."""
     text = torch.randint(n_words, (bs, n + 1))
     return (text[:, :-1].contiguous(),), text[:, 1:].contiguous()

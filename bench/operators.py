@@ -1,13 +1,13 @@
-"""Which operators lose in 16 bits: each one in float32, in bfloat16, and in float32 with casts.
+"""Which operators are slower in 16 bits: each in float32, in bfloat16, and in float32 with casts.
 
     python bench/operators.py --out bench/results/operators.json    # 2 minutes
     python bench/operators.py --device cuda --dtype float16 --only attention
 
-Forward and backward together. The third way casts a 16-bit operator's inputs to float32, computes
-there and rounds the result. A star marks where that is clearly faster than 16 bits; attention is
-what has one at most sizes (`mixedfp.cast.slow_attention`). The three ways take turns, so that
-whatever else the machine does slows all of them down; medians, and the spread from the first to the
-third quartile. On a busy machine, OMP_NUM_THREADS=1 gives the better figures.
+Forward and backward together. The third mode casts a 16-bit operator's inputs to float32, computes
+in float32 and rounds the result. A star marks where that is clearly faster than 16 bits, as for
+attention at most sizes (`mixedfp.cast.slow_attention`). The three modes are timed in turn, so that
+other load on the machine slows all of them down; reported are medians and the spread from the first
+to the third quartile. On a busy machine, OMP_NUM_THREADS=1 gives better figures.
 """
 
 import argparse
@@ -24,16 +24,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 WAYS = ["fp32", "16 bits", "through fp32"]
-Case = tuple[str, Callable, list[tuple[int, ...]]]  # its name, what it computes, from which shapes
+Case = tuple[str, Callable, list[tuple[int, ...]]]  # name, function, shapes of the inputs
 
 
 def attention_cases() -> list[Case]:
-    """Attention in all sizes of sequences and heads, and with all that may go along."""
+    """Return attention cases: all sequence and head sizes, masks and dropout."""
     cases = []
     for size in (64, 32, 128):
         for tokens in (16, 65, 128, 197, 256, 512, 1024):
             products = 6 * tokens**2 * size
-            batch = max(1, 2**26 // max(products, 2**21))  # some ten milliseconds
+            batch = max(1, 2**26 // max(products, 2**21))  # about ten milliseconds
             shape = (batch, tokens, 6, size)
             cases.append((f"attention, {size} a head", attend, [shape] * 3))
     image, text = (16, 65, 6, 64), (4, 256, 6, 64)
@@ -47,18 +47,18 @@ def attention_cases() -> list[Case]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs) -> Tensor:
-    """Attend, from tensors as linear layers give them: batch, tokens, heads, size."""
+    """Apply attention to tensors as linear layers return them: batch, tokens, heads, size."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, **kwargs)
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attend with a mask that is no parameter, as a mask of the padding is none."""
+    """Apply attention with a mask that is not a parameter, like a padding mask."""
     return attend(q, k, v, mask.detach())
 
 
 def picture_cases() -> list[Case]:
-    """What a network for images calls between its convolutions, and one of these."""
+    """Return the operators that image networks use, including convolutions."""
     image = (32, 64, 32, 32)
     weight = (64,)
     return [
@@ -96,7 +96,7 @@ ACTIVATIONS = {
 
 
 def text_cases(device: str) -> list[Case]:
-    """What a network for text or tables calls, recurrent or not."""
+    """Return the operators that networks for text or tables use, recurrent or not."""
     tokens = (16, 256, 384)
     ids = torch.randint(0, 8000, (16, 256), device=device)
     classes = torch.randint(0, 8000, (1024,), device=device)
@@ -131,7 +131,7 @@ def gru(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def make_ways(case: Case, device: str, dtype: torch.dtype) -> list[Callable[[], None]]:
-    """Return three functions without arguments, of the same numbers: one for each of `WAYS`."""
+    """Return three functions without arguments, on the same numbers: one for each of `WAYS`."""
     _, f, shapes = case
     full = [(0.2 * torch.randn(shape, device=device)).requires_grad_() for shape in shapes]
     half = [t.detach().to(dtype).requires_grad_() for t in full]
@@ -144,7 +144,7 @@ def make_ways(case: Case, device: str, dtype: torch.dtype) -> list[Callable[[], 
 
 
 def gradient(f: Callable, tensors: list[Tensor]) -> Tensor:
-    """Return numbers in the form of the result, to begin a backward pass with."""
+    """Return random numbers of the result's shape, to start a backward pass."""
     out = f(*tensors)
     return torch.randn(out.shape, device=out.device).to(out.dtype)
 
@@ -155,7 +155,7 @@ def forward_and_backward(f: Callable, tensors: list[Tensor], grad: Tensor) -> No
 
 
 def seconds(way: Callable[[], None], device: str) -> float:
-    """Return the time that `way` takes, the device's work included."""
+    """Return the time that `way` takes, including the device's work."""
     wait = torch.cuda.synchronize if device == "cuda" else int
     wait()
     start = time.perf_counter()
@@ -165,9 +165,9 @@ def seconds(way: Callable[[], None], device: str) -> float:
 
 
 def measure(case: Case, device: str, dtype: torch.dtype, budget: float) -> dict:
-    """Let the three ways take turns for `budget` seconds, and 5 turns at least."""
+    """Time the three modes in turn for `budget` seconds, but at least 5 turns."""
     ways = make_ways(case, device, dtype)
-    turn = sum(seconds(way, device) for way in ways)  # it warms up, too
+    turn = sum(seconds(way, device) for way in ways)  # also a warm-up
     n = min(max(5, int(budget / turn)), 100)
     times = [[seconds(way, device) for way in ways] for _ in range(n)]
     row = {"operator": case[0], "shape": list(case[2][0]), "turns": n}
@@ -180,7 +180,7 @@ def measure(case: Case, device: str, dtype: torch.dtype, budget: float) -> dict:
 
 
 def spread(values: list[float]) -> float:
-    """Return the distance of the first and the third quartile, as a share of the median."""
+    """Return the interquartile range as a share of the median."""
     first, middle, third = quantiles(values, n=4)
     return (third - first) / middle
 
@@ -192,7 +192,7 @@ HEADER = (
 
 
 def show(row: dict) -> str:
-    """Return a row of the table; a star where the way through float32 wins clearly."""
+    """Return a row of the table, with a star if going through float32 is clearly faster."""
     shape = "×".join(map(str, row["shape"]))
     times = "".join(f"{row[way]['ms']:9.2f}" for way in WAYS)
     star = " *" if row["gain"] > 1.1 + row["gain's spread"] / 2 else ""
@@ -203,7 +203,7 @@ def show(row: dict) -> str:
 
 
 def describe(device: str, dtype: torch.dtype) -> dict:
-    """Say what was measured on."""
+    """Describe the hardware and software."""
     on_gpu = device == "cuda"
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -218,7 +218,7 @@ def describe(device: str, dtype: torch.dtype) -> dict:
 
 
 def processor() -> str:
-    """Return the processor's name where the system tells it."""
+    """Return the processor's name, if the system provides it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -226,12 +226,12 @@ def processor() -> str:
 
 
 def main() -> None:
-    """Measure, and print a row at a time."""
+    """Measure, printing one row at a time."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="a file for the numbers, JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument("--only", default="", help="only operators with this in their name")
+    parser.add_argument("--only", default="", help="only operators whose name contains this")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds for each operator")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
@@ -243,7 +243,7 @@ def main() -> None:
         if args.only in case[0]:
             result["rows"].append(measure(case, args.device, dtype, args.budget))
             print(show(result["rows"][-1]), flush=True)
-    print("speed: of 16 bits, in units of fp32's; gain: of the way through fp32 over 16 bits")
+    print("speed: of 16 bits relative to fp32; gain: of going through fp32 over 16 bits")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")

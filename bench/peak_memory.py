@@ -1,4 +1,4 @@
-"""The most memory that a block of code held: copied from the old mixedfp.compare."""
+"""The peak memory of a block of code; copied from the old mixedfp.compare."""
 
 import ctypes
 import gc
@@ -8,22 +8,22 @@ import torch
 
 
 class PeakMemory:
-    """Measure in a `with` block the most memory allocated above what was allocated before.
+    """Measure the peak memory of a `with` block, above the memory allocated before it.
 
-    `bytes` is that after the block: an int, or None where it cannot be known (a C library or a
-    device without a counter).
+    `bytes` is set after the block: an int, or None if unknown (a C library or device without a
+    counter).
     """
 
     def __init__(
         self,
-        device: str | torch.device = "cpu",  # where the tensors will be
-        every: float = 0.02,  # s from one look at a CPU's to the next; a look takes up to 1 ms
+        device: str | torch.device = "cpu",  # of the tensors
+        every: float = 0.02,  # s between samples on a CPU; a sample takes up to 1 ms
     ):
         self.device, self.every = torch.device(device), every
         self.bytes: int | None = None
 
     def __enter__(self) -> "PeakMemory":
-        """Start from what is held now."""
+        """Start from the memory allocated now."""
         gc.collect()
         self.before = self._reset()
         return self
@@ -34,7 +34,7 @@ class PeakMemory:
             self.bytes = max(0, self._peak() - self.before)
 
     def _reset(self) -> int | None:
-        """Forget the peak so far; return what is held now, None if that is not known."""
+        """Reset the peak; return the bytes allocated now, None if unknown."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -48,12 +48,12 @@ class PeakMemory:
         return now
 
     def _look(self) -> None:
-        """Note the most that was seen, until the block ends."""
+        """Sample the peak until the block ends."""
         while not self.ended.wait(self.every):
             self.most = max(self.most, _allocated() or 0)
 
     def _peak(self) -> int:
-        """Return the most that was held since `_reset`."""
+        """Return the peak since `_reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         self.ended.set()
@@ -62,7 +62,7 @@ class PeakMemory:
 
 
 class _HeapInfo(ctypes.Structure):
-    """`struct mallinfo2`, see man 3 mallinfo: bytes, and numbers of blocks."""
+    """`struct mallinfo2`, see man 3 mallinfo: byte and block counts."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in (
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
@@ -70,13 +70,13 @@ class _HeapInfo(ctypes.Structure):
 
 
 def _allocated() -> int | None:
-    """Return the bytes that this process has from `malloc`, None without glibc's counters."""
+    """Return the bytes that this process got from `malloc`, None without glibc's counters."""
     try:
         ask = ctypes.CDLL("libc.so.6").mallinfo2
     except (OSError, AttributeError):
         return None
     ask.restype = _HeapInfo
     info = ask()
-    return info.uordblks + info.hblkhd  # small ones in heaps, large ones mapped by themselves
+    return info.uordblks + info.hblkhd  # small blocks in heaps, large ones mapped individually
 
 

@@ -1,11 +1,11 @@
-"""The cost of a report, and of a healthy step with all that watches it, repeated on a CPU.
+"""The cost of a report, and of monitoring a healthy step, measured repeatedly on a CPU.
 
     python bench/report.py --out bench/results/report.json    # 2 minutes on 2 cores
 
 A Darknet on batches of 64 random images of 32 x 32, in a Learner with flat masters. `plain`
-trains with `to_fp16()` alone; `watched` with the recorder's columns and the norm of the gradients.
-`step` is the median time of a batch, `ratio` the median over repeats of watched by plain. `report`
-and `find_overflow` are in steps of `plain`, for one batch.
+trains with only `to_fp16()`; `watched` adds the recorder's columns and the norm of the gradients.
+`step` is the median time of a batch, `ratio` the median over repeats of watched / plain. `report`
+and `find_overflow` are measured on one batch, in units of a `plain` step.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MODES = {"plain": [], "watched": [PrecisionRecorder]}
 
 
 class Times(Callback):
-    """Takes the time of each batch."""
+    """Records the time of each batch."""
 
     order = -100
 
@@ -44,12 +44,12 @@ class Times(Callback):
         self.began = time.perf_counter()
 
     def after_batch(self):
-        """Stop it."""
+        """Stop the clock."""
         self.taken.append(time.perf_counter() - self.began)
 
 
 def learner(batches: int, watching: list) -> Learner:
-    """Make a Learner in float16 that trains quietly."""
+    """Create a Learner in float16 that trains quietly."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64 * batches, 3, 32, 32), torch.arange(64 * batches) % 10)
     dls = DataLoaders(DataLoader(data, 64), DataLoader(data, 64))
@@ -60,7 +60,7 @@ def learner(batches: int, watching: list) -> Learner:
 
 
 def seconds(f, *args, **kwargs) -> float:
-    """Take the time of one call."""
+    """Time one call."""
     began = time.perf_counter()
     f(*args, **kwargs)
     return time.perf_counter() - began
@@ -79,7 +79,7 @@ def main() -> None:
             learn.times.taken.clear()
             with learn.no_bar(), learn.no_logging():
                 learn.fit(1)
-            if repeat:  # the first one warms up
+            if repeat:  # the first repeat is a warm-up
                 times[mode].append(median(learn.times.taken[:5]))
     plain = median(times["plain"])
     model = Darknet([1, 2, 2], num_classes=10, nf=16)

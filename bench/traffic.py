@@ -3,11 +3,11 @@
     python bench/traffic.py                     # writes bench/results/traffic.json, 2 minutes
 
 PyTorch's CUDA code runs on a simulated runtime (`tests/simulated_cuda`), which counts the kernels
-it launches; no kernel computes. Products, convolutions and attention belong to libraries that need
-a real driver: they are counted by name (`products`), and are the same in all modes. Bytes are those
-of the operands and results of every operation that is not a view, products included; the peak is
-that of the memory that PyTorch has allocated. The third step is counted, from the forward pass to
-its end, with AdamW fused.
+it launches; no kernel computes anything. Products, convolutions and attention are in libraries that
+need a real driver: they are counted by name (`products`) and are the same in all modes. Bytes are
+those of the operands and results of every operation that is not a view, including products; the
+peak is that of the memory allocated by PyTorch. The third step is counted, from the forward pass to
+its end, with fused AdamW.
 """
 
 import argparse
@@ -38,7 +38,7 @@ B16 = torch.bfloat16
 FLAT = dict(flat_master=True)
 SMALL = FLAT | dict(half_grads=True, store_param_remainders=True)
 STATES = dict(state_dtype={"exp_avg": B16, "exp_avg_sq": B16})
-MODES: dict[str, dict | None] = {  # how masters are kept; None: no masters
+MODES: dict[str, dict | None] = {  # settings of the masters; None: no masters
     "autocast": None,
     "a master each": {},
     "flat": FLAT,
@@ -61,23 +61,23 @@ MODELS = {
     "resnet": (resnet, partial(images, 32, 224, 1000)),
 }
 
-# of cuBLAS, cuDNN and the libraries of attention
+# in cuBLAS, cuDNN and the attention libraries
 PRODUCTS = frozenset(
     """mm addmm bmm baddbmm convolution convolution_backward _scaled_dot_product_flash_attention
     _scaled_dot_product_flash_attention_backward""".split()
 )
-BY_SHAPE = PRODUCTS | {"embedding_dense_backward"}  # whose kernels wait for a library that sorts
+BY_SHAPE = PRODUCTS | {"embedding_dense_backward"}  # its kernels wait for a sorting library
 
 
 class Traffic(TorchDispatchMode):
-    """Counts products and bytes moved of the operations inside it."""
+    """Counts the products and the bytes moved by the operations inside it."""
 
     def __init__(self):
         super().__init__()
         self.products, self.moved = 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run `func`, or let its result be memory that nobody has written."""
+        """Run `func`, or return uninitialized memory as its result."""
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         out = _empty_result(func, args, kwargs) if name in BY_SHAPE else func(*args, **kwargs)
@@ -95,12 +95,32 @@ class Traffic(TorchDispatchMode):
         return out
 
 
+class Kernels(Traffic):
+    """Lists the operations that launch a kernel or call a library: casts, products, others."""
+
+    def __init__(self):
+        super().__init__()
+        self.kinds: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run `func`, and note its kind."""
+        before, n = device.counts(), self.products
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.products > n:
+            self.kinds.append("product")
+        elif (device.counts() - before).launches:
+            dtypes = {t.dtype for t in (*_tensors(args), *_tensors(out))}
+            is_cast = "copy" in func._schema.name and len(dtypes) > 1
+            self.kinds.append("cast" if is_cast else "other")
+        return out
+
+
 def _tensors(tree):
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 def _empty_result(func, args, kwargs):
-    """Return memory for the result of `func`, whose shape PyTorch derives on the meta device."""
+    """Return memory for the result of `func`; PyTorch infers its shape on the meta device."""
     there = next(t.device for t in _tensors(args) if t.is_cuda)
     args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
 
@@ -123,36 +143,74 @@ def make(name: str, mode: str) -> tuple[nn.Module, Any, tuple, Tensor]:
     return model, opt, tuple(x.cuda() for x in inputs), y.cuda()
 
 
-def count(name: str, mode: str) -> dict:
-    """Count the third step of a model in a mode; bytes in MB, the peak in MiB."""
-    flash = torch.backends.cuda.flash_sdp_enabled()
+@contextlib.contextmanager
+def flash_attention():
+    """Allow the attention that a real GPU would choose."""
+    before = torch.backends.cuda.flash_sdp_enabled()
     torch.backends.cuda.enable_flash_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before)
+
+
+def count(name: str, mode: str) -> dict:
+    """Count the third step of a model in a mode, with bytes in MB and the peak in MiB."""
     gc.collect()
     seen, held = Traffic(), device.allocated()
-    try:
-        with seen:
-            model, opt, inputs, y = make(name, mode)
-            for _ in range(3):
-                seen.products = seen.moved = 0
-                device.allocated(forget_peak=True)
-                at = [device.counts()]
-                with torch.autocast("cuda", B16, enabled=MODES[mode] is None):
-                    pred = model(*inputs)
-                at.append(device.counts())
-                loss_of(pred, y).backward()
-                at.append(device.counts())
-                opt.step()
-                at.append(device.counts())
-                peak = device.allocated().peak - held.now
-                opt.zero_grad()
-                del pred
-    finally:
-        torch.backends.cuda.enable_flash_sdp(flash)
+    with flash_attention(), seen:
+        model, opt, inputs, y = make(name, mode)
+        for _ in range(3):
+            seen.products = seen.moved = 0
+            device.allocated(forget_peak=True)
+            at = [device.counts()]
+            with torch.autocast("cuda", B16, enabled=MODES[mode] is None):
+                pred = model(*inputs)
+            at.append(device.counts())
+            loss_of(pred, y).backward()
+            at.append(device.counts())
+            opt.step()
+            at.append(device.counts())
+            peak = device.allocated().peak - held.now
+            opt.zero_grad()
+            del pred
     parts = [(b - a).launches for a, b in zip(at, at[1:], strict=False)]
     row = dict(model=name, mode=mode, parameters=sum(p.numel() for p in model.parameters()))
     row |= dict(zip(("forward", "backward", "step"), parts, strict=True))
     row |= dict(launches=sum(parts), waits=(at[-1] - at[0]).waits, products=seen.products)
     return row | dict(moved_mb=round(seen.moved / 1e6), peak_mib=round(peak / 2**20, 1))
+
+
+BLOCKS = "autocast", "16-bit weights under autocast", "mixedfp"
+
+
+def block(mode: str) -> dict[str, str]:
+    """List the kinds of the kernels of one transformer block, forward and backward."""
+    seen = Kernels()
+    with flash_attention(), seen:
+        model, (x, y) = LM(n_layers=3).cuda(), words(16, 256, 8000)
+        if mode == "mixedfp":
+            opt = torch.optim.AdamW(model.parameters(), fused=True)
+            with_masters(model, opt, dtype=B16, **FLAT)
+        if mode == BLOCKS[1]:  # by hand, with gradients that are widened one by one
+            for p in model.to(B16).parameters():
+                p.grad_dtype = torch.float32
+        found, middle = {}, model.blocks[1]
+
+        def begin(module, inputs):
+            seen.kinds = []
+            inputs[0].register_hook(lambda grad: found.update(backward=" ".join(seen.kinds)))
+
+        def end(module, inputs, output):
+            found["forward"] = " ".join(seen.kinds)
+            output.register_hook(lambda grad: setattr(seen, "kinds", []))
+
+        middle.register_forward_pre_hook(begin)
+        middle.register_forward_hook(end)
+        with torch.autocast("cuda", B16, enabled="autocast" in mode):
+            pred = model(x[0].cuda())
+        loss_of(pred, y.cuda()).backward()
+    return found
 
 
 def main() -> None:
@@ -167,8 +225,9 @@ def main() -> None:
         for mode in MODES:
             rows.append(count(name, mode))
             print(*(f"{k} {v}" for k, v in rows[-1].items()), sep=", ", flush=True)
+    blocks = {mode: block(mode) for mode in BLOCKS}
     about = dict(date=date.today().isoformat(), torch=torch.__version__)
-    chosen.out.write_text(json.dumps(dict(about=about, rows=rows), indent=1) + "\n")
+    chosen.out.write_text(json.dumps(dict(about=about, block=blocks, rows=rows), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@
     python bench/train_step.py --models xresnet18-32 --profile bf16-flat
     python bench/train_step.py --device cuda --size large --fused
 
-On a CPU each way has a process of its own: in a shared one a way finds the memory as others left
-it, and page faults alone made the same step 20 % slower or faster. The ways take turns, so that a
-machine that is busy for a while is busy for all of them; a ratio is the median over turns of
-float32's time by the way's: above 1 is faster. Memory is the peak in the first two steps above what
-was held before the model was made, as the C library counts on a CPU and PyTorch on CUDA.
-`first` is what the first three steps take beyond three later ones. Batches are random, made once.
-fabric-* (Lightning) and accelerate-* are left out where these packages are not installed. fastai's
-own ways do nothing on a CPU.
+On a CPU each way runs in its own process: in a shared one, the state in which others leave memory,
+through page faults alone, made the same step 20 % slower or faster. The ways are timed in turn, so
+that a temporarily busy machine affects all of them; a ratio is the median over turns of float32's
+time divided by the way's: above 1 is faster. Memory is the peak in the first two steps above the
+memory allocated before the model was built, counted by the C library on a CPU and PyTorch on CUDA.
+`first` is the extra time of the first three steps over three later ones. Batches are random,
+created once. fabric-* (Lightning) and accelerate-* are skipped if these packages are not installed.
+fastai's own ways do nothing on a CPU.
 """
 
 import argparse
@@ -52,12 +52,12 @@ from peak_memory import PeakMemory
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-import mixedfp.callback  # noqa: F401  gives `Learner` its methods
+import mixedfp.callback  # noqa: F401  adds methods to `Learner`
 from mixedfp.examples import Darknet
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 
-# what is trained
+# models
 
 
 class AwdLstm(nn.Module):
@@ -74,14 +74,14 @@ class AwdLstm(nn.Module):
 
 
 class Tabular(TabularModel):
-    """Twenty categories and twenty numbers a row."""
+    """Twenty categories and twenty numbers per row."""
 
     def __init__(self, layers: list[int]):
         super().__init__([(50, 16)] * 20, 20, 10, layers)
 
 
 def rows(bs: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Make a batch for `Tabular`."""
+    """Create a batch for `Tabular`."""
     return (torch.randint(50, (bs, 20)), torch.randn(bs, 20)), torch.randint(10, (bs,))
 
 
@@ -91,11 +91,11 @@ class Task:
 
     model: Callable[[], nn.Module]
     batch: Callable[[], tuple[tuple[Tensor, ...], Tensor]]
-    has_conv: bool = False  # channels_last means something
+    has_conv: bool = False  # so channels_last matters
 
 
 def tiny() -> nn.Module:
-    """Build a model whose first steps load whatever a way needs: none of the others' memory."""
+    """Build a model whose first steps load the libraries a way needs, before memory is measured."""
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(576, 256))
 
 
@@ -125,11 +125,11 @@ TASKS = {
 }
 
 
-# how it is trained
+# training loops
 
 
 class Loop:
-    """A plain PyTorch loop around a model and an optimizer that know their precision."""
+    """A plain PyTorch loop around a model and an optimizer whose precision is already set."""
 
     def __init__(
         self,
@@ -154,19 +154,19 @@ class Loop:
         self._backward(self.scaler.scale(loss))
 
     def update(self) -> None:
-        """Step, and forget the gradients."""
+        """Step, and clear the gradients."""
         self.scaler.step(self.opt)
         self.scaler.update()
         self.opt.zero_grad()
 
     def step(self, xs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Do all that is done with a batch."""
+        """Run a whole training step on a batch."""
         self.backward(self.forward(xs, y))
         self.update()
 
 
 class Fastai:
-    """A `Learner` that is given one batch after the other, with all its events."""
+    """A `Learner` that gets batches one by one, with all its events."""
 
     def __init__(self, model: nn.Module, args: argparse.Namespace):
         self.learn = Learner(
@@ -176,7 +176,7 @@ class Fastai:
             opt_func=FASTAI_OPTIMIZERS[args.opt],
             lr=RATE,
         )
-        self.learn.remove_cbs([Recorder, ProgressCallback])  # they look at data loaders
+        self.learn.remove_cbs([Recorder, ProgressCallback])  # they read data loaders
 
     def begin(self) -> "Fastai":
         """Do what a fit does before its first batch."""
@@ -190,11 +190,11 @@ class Fastai:
         return self
 
     def step(self, xs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Do all that is done with a batch."""
+        """Run a whole training step on a batch."""
         self.learn.one_batch(0, (*xs, y))
 
 
-RATE = 1e-4  # random targets teach nothing: stay where the numbers are ordinary
+RATE = 1e-4  # random targets teach nothing: keep the numbers in an ordinary range
 OPTIMIZERS = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}
 FASTAI_OPTIMIZERS = {"sgd": partial(SGD, mom=0.9), "adamw": Adam}
 
@@ -202,7 +202,7 @@ FASTAI_OPTIMIZERS = {"sgd": partial(SGD, mom=0.9), "adamw": Adam}
 def make_opt(
     model: nn.Module, args: argparse.Namespace, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that was asked for."""
+    """Build the requested optimizer."""
     fused = {"fused": True} if args.fused or fused else {}
     return OPTIMIZERS[args.opt](model.parameters(), lr=RATE, **fused)
 
@@ -219,7 +219,7 @@ def autocast(
     fused: bool = False,
     compiled: bool = False,
 ) -> Loop:
-    """Train under `torch.autocast`, and with a scaler for float16: what PyTorch recommends."""
+    """Train under `torch.autocast`, with a scaler in float16, as PyTorch recommends."""
     scaler = torch.amp.GradScaler(args.device, enabled=dtype == torch.float16)
     context = partial(torch.autocast, torch.device(args.device).type, dtype)
     opt = make_opt(model, args, fused)
@@ -243,29 +243,29 @@ def ours(
 
 
 def plain_fastai(model: nn.Module, args: argparse.Namespace) -> Fastai:
-    """Train a `Learner` in 32 bits: what fastai's events cost."""
+    """Train a `Learner` in 32 bits, to measure the cost of fastai's events."""
     return Fastai(model, args).begin()
 
 
 def ours_in_fastai(to: str, how: dict, model: nn.Module, args: argparse.Namespace) -> Fastai:
-    """Train with `learn.to_bf16()` or `learn.to_fp16()`, ours."""
+    """Train with our `learn.to_bf16()` or `learn.to_fp16()`."""
     run = Fastai(model, args)
     getattr(run.learn, to)(**how)
     return run.begin()
 
 
 def fastais(mode: AMPMode, model: nn.Module, args: argparse.Namespace) -> Fastai:
-    """Train with what fastai's own `to_bf16()` or `to_fp16()` adds."""
+    """Train with the callback that fastai's own `to_bf16()` or `to_fp16()` adds."""
     run = Fastai(model, args)
     run.learn.add_cb(FastaiMixedPrecision(amp_mode=mode))
     return run.begin()
 
 
 class AutocastInFastai(FastaiMixedPrecision):
-    """fastai's own mixed precision, on any device: it says CUDA, whatever is there."""
+    """fastai's own mixed precision, on any device: fastai hard-codes CUDA."""
 
     def before_fit(self):
-        """Make the context."""
+        """Create the autocast context."""
         super().before_fit()
         self.autocast = torch.autocast(self.dls.device.type, torch.bfloat16)
 
@@ -282,7 +282,7 @@ def fabric(precision: str, model: nn.Module, args: argparse.Namespace) -> Loop:
     from lightning.fabric import Fabric
 
     for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # it says each time what it uses
+        logging.getLogger(name).setLevel(logging.WARNING)  # logs its hardware each time
     device = torch.device(args.device).type
     fab = Fabric(accelerator=device, devices=1, precision=precision)
     model, opt = fab.setup(model, make_opt(model, args))
@@ -300,17 +300,17 @@ def accelerate(precision: str, model: nn.Module, args: argparse.Namespace) -> Lo
 
 @dataclass
 class Way:
-    """A way to train, and where it makes sense."""
+    """A way to train, and its requirements."""
 
     build: Callable[[nn.Module, argparse.Namespace], Loop | Fastai]
     channels_last: bool = False
-    package: str = "torch"  # that it needs
-    hardware: bool = False  # left out on a CPU: float16 is emulated there, 25 times slower
+    package: str = "torch"  # a package it needs
+    hardware: bool = False  # skipped on a CPU: float16 is emulated there, 25 times slower
 
 
 f16, b16 = torch.float16, torch.bfloat16
 fused, compiled = {"fused": True}, {"fused": True, "compiled": True}
-BEST = {  # the switches that a user has, of which the best for a model is compared
+BEST = {  # the switches available to users; the best for each model is compared
     "fused": (fused, False),
     "fused-cl": (fused, True),
     "compiled": (compiled, False),
@@ -319,7 +319,7 @@ BEST = {  # the switches that a user has, of which the best for a model is compa
 flat = {"flat_master": True}
 cut = {"store_param_remainders": True}
 half = {"half_grads": True}
-halves = {"state_dtype": {"grad_avg": b16}}  # fastai's name of the momentum
+halves = {"state_dtype": {"grad_avg": b16}}  # fastai's name for the momentum
 WAYS = {
     "fp32": Way(plain),
     "fp32-cl": Way(plain, True),
@@ -352,31 +352,31 @@ WAYS = {
     "learn-fp16-flat": Way(partial(ours_in_fastai, "to_fp16", flat)),
 }
 MEANINGS = """-cl: channels_last; -fused: PyTorch's fused optimizer; -compiled: and torch.compile.
-bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in one vector. learn-*: the same by
-learn.to_bf16() and learn.to_fp16(), with fastai's optimizer; -remainders:
-store_param_remainders=True, -half: and half_grads=True, -states: and the momentum in bfloat16;
-learn-fp32 is a Learner in float32, learn-autocast-bf16 one under autocast.
-fabric-bf16-true has no masters: what small updates it loses is not in this table."""
+bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in one vector. learn-*: the same with
+learn.to_bf16() and learn.to_fp16(), and fastai's optimizer; -remainders:
+store_param_remainders=True, -half: also half_grads=True, -states: also the momentum in bfloat16;
+learn-fp32 is a Learner in float32, learn-autocast-bf16 a Learner under autocast.
+fabric-bf16-true has no masters: this table does not show the small updates it loses."""
 
 
 def choose(args: argparse.Namespace) -> list[str]:
-    """Leave out of the ways what cannot run, or takes minutes, and say so."""
+    """Skip the ways that cannot run or are too slow, and report missing packages."""
     chosen = []
     for name in args.ways or WAYS:
         way = WAYS[name]
         is_slow = way.hardware and args.device == "cpu" and name not in (args.ways or [])
         if find_spec(way.package) is None:
-            print(f"{name}: left out, {way.package} is not installed", file=sys.stderr)
+            print(f"{name}: skipped, {way.package} is not installed", file=sys.stderr)
         elif not is_slow or args.all:
             chosen.append(name)
     return chosen
 
 
-# what is measured
+# measurements
 
 
-def make_run(task: Task, way: Way, args: argparse.Namespace) -> tuple:  # the run, and its batch
-    """Build a model, with the same weights and the same batch in every way."""
+def make_run(task: Task, way: Way, args: argparse.Namespace) -> tuple:  # the run and its batch
+    """Build a model, with the same weights and batch in every way."""
     torch.manual_seed(0)
     xs, y = task.batch()
     model = task.model().to(args.device)
@@ -388,13 +388,13 @@ def make_run(task: Task, way: Way, args: argparse.Namespace) -> tuple:  # the ru
 
 
 def synchronize(args: argparse.Namespace) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has finished its work."""
     if args.device != "cpu":
         torch.cuda.synchronize(args.device)
 
 
 def seconds(run: Loop | Fastai, batch: tuple, n: int, args: argparse.Namespace) -> float:
-    """Time `n` steps: seconds a step."""
+    """Time `n` steps; return seconds per step."""
     synchronize(args)
     start = time.perf_counter()
     for _ in range(n):
@@ -409,57 +409,57 @@ def get_task(args: argparse.Namespace, model: str) -> Task:
 
 
 def fits(task: Task, way: Way) -> bool:
-    """Say whether there is something for channels_last to lay out."""
+    """Return whether the model can run in this way: channels_last needs convolutions."""
     return task.has_conv or not way.channels_last
 
 
 class Place:
-    """A process of its own, that holds nothing yet. CUDA does not fork, and needs none."""
+    """A separate, fresh process on a CPU; CUDA cannot fork and does not need one."""
 
     def __init__(self, args: argparse.Namespace):
         forks = "fork" in torch.multiprocessing.get_all_start_methods()
         is_own = args.device == "cpu" and forks
         self.pool = ProcessPoolExecutor(1, mp_context=get_context("fork")) if is_own else None
 
-    def call(self, f: Callable, *rest):  # what `f` returns
-        """Call `f` there."""
+    def call(self, f: Callable, *rest):  # the result of `f`
+        """Call `f` in the process."""
         return f(*rest) if self.pool is None else self.pool.submit(f, *rest).result()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         RUNS.clear()
         if self.pool is not None:
             self.pool.shutdown()
 
 
-RUNS: dict[str, tuple] = {}  # by way: the run and its batch; in a process of its own there is one
+RUNS: dict[str, tuple] = {}  # by way: the run and its batch; one in a separate process
 
 
 def start(args: argparse.Namespace, model: str, name: str) -> dict:
-    """Build a way and do its first steps: the most that it holds, and seconds of each step."""
+    """Build a way and run its first steps; return its peak memory and seconds of each step."""
     prepare(args)
     way = WAYS[name]
     run, batch = make_run(TINY, way, args)
     seconds(run, batch, 2, args)
     del run, batch
     gc.collect()
-    peak = PeakMemory(args.device, every=0.002)  # there are two steps only to look at
+    peak = PeakMemory(args.device, every=0.002)  # there are only two steps to sample
     with peak:
         RUNS[name] = run, batch = make_run(get_task(args, model), way, args)
         firsts = [seconds(run, batch, 1, args) for _ in range(2)]
     firsts.append(seconds(run, batch, 1, args))
-    no_memory = args.no_memory or way.channels_last  # a layout costs no bytes
+    no_memory = args.no_memory or way.channels_last  # a memory layout costs no bytes
     held = None if no_memory else peak.bytes
     return {"bytes": held, "firsts": firsts, "samples": len(batch[1])}
 
 
 def turn(args: argparse.Namespace, name: str, n: int) -> float:
-    """Do `n` steps of a way that has started: seconds a step."""
+    """Run `n` steps of a started way; return seconds per step."""
     return seconds(*RUNS[name], n, args)
 
 
 def start_ways(args: argparse.Namespace, model: str, ways: list[str]) -> tuple[dict, dict]:
-    """Start each way in its place: the places, and what is known of the first steps, by way."""
+    """Start each way in its `Place`; return the places and results of the first steps, by way."""
     places, found = {}, {}
     for name in ways:
         place = Place(args)
@@ -467,13 +467,13 @@ def start_ways(args: argparse.Namespace, model: str, ways: list[str]) -> tuple[d
             found[name] = place.call(start, args, model, name)
             places[name] = place
         except Exception as e:
-            print(f"{model}, {name}: left out, {type(e).__name__}: {e}", file=sys.stderr)
+            print(f"{model}, {name}: skipped, {type(e).__name__}: {e}", file=sys.stderr)
             place.close()
     return places, found
 
 
 def take_turns(args: argparse.Namespace, places: dict) -> dict[str, list[float]]:
-    """Let the ways take turns: seconds a step of each turn, by way."""
+    """Time the ways in turn; return seconds per step of each turn, by way."""
     times = {name: [] for name in places}
     for _ in range(args.repeats):
         for name, place in places.items():
@@ -483,20 +483,20 @@ def take_turns(args: argparse.Namespace, places: dict) -> dict[str, list[float]]
 
 
 def turn_length(times: list[float], args: argparse.Namespace) -> int:
-    """Let a turn have so many steps that it lasts long enough to be timed."""
+    """Return the number of steps in a turn, so that it lasts long enough to be timed."""
     return math.ceil(args.turn / median(times)) if times else 1
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Set what holds for a process."""
+    """Apply the settings of a process."""
     warnings.filterwarnings("ignore")
-    logging.getLogger("mixedfp").setLevel(logging.ERROR)  # that fp16 is not this CPU's is known
+    logging.getLogger("mixedfp").setLevel(logging.ERROR)  # hides the notice about fp16 on a CPU
     if args.threads:
         torch.set_num_threads(args.threads)
 
 
 def measure(args: argparse.Namespace, model: str, ways: list[str]) -> list[dict]:
-    """Measure the ways of one model: a line each."""
+    """Measure the ways for one model; return a line for each."""
     begin = time.perf_counter()
     ways = [name for name in ways if fits(get_task(args, model), WAYS[name])]
     places, found = start_ways(args, model, ways)
@@ -514,12 +514,12 @@ def measure(args: argparse.Namespace, model: str, ways: list[str]) -> list[dict]
 
 
 def say(what: str, begin: float) -> None:
-    """Tell who waits how far it is."""
+    """Report progress."""
     print(f"{what}, {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def summarize(own: list[float], fp32: list[float], n_samples: int) -> dict:
-    """Put the turns together."""
+    """Combine the turns."""
     low, _, high = quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
     return {
         "ms": 1e3 * median(own),
@@ -530,12 +530,12 @@ def summarize(own: list[float], fp32: list[float], n_samples: int) -> dict:
     }
 
 
-# what is shown
+# output
 
 
 def show(lines: list[dict]) -> None:
-    """Print a table a model, as markdown."""
-    print("| model | way | ms a step | spread | samples a second | × fp32 | peak MB | of fp32's "
+    """Print a table as markdown."""
+    print("| model | way | ms per step | spread | samples per second | × fp32 | peak MB | vs fp32 "
           "| first, ms |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|")
     base = {o["model"]: o["bytes"] for o in lines if o["way"] == "fp32"}
@@ -551,7 +551,7 @@ def show(lines: list[dict]) -> None:
 
 
 def best_of(lines: list[dict]) -> list[dict]:
-    """Choose, for each model, the best of the switches under autocast and in ours: a line each."""
+    """Choose the best switches for each model, under autocast and in ours: a line each."""
     found, out = {(o["model"], o["way"]): o for o in lines}, []
     for model in dict.fromkeys(o["model"] for o in lines):
         line = {"model": model}
@@ -568,12 +568,12 @@ def best_of(lines: list[dict]) -> list[dict]:
 
 
 def show_best(lines: list[dict]) -> None:
-    """Print `best_of`, as markdown."""
+    """Print `best_of` as markdown."""
     rows = best_of(lines)
     if not rows:
         return
     head = "× fp32 | first steps, s | pays back after"
-    print(f"\n| model | the best under autocast | {head} | the best of ours | {head} "
+    print(f"\n| model | best under autocast | {head} | best of ours | {head} "
           "| ours, × autocast |")  # fmt: skip
     print("|---" * 10 + "|")
     for o in rows:
@@ -586,18 +586,18 @@ def show_best(lines: list[dict]) -> None:
 
 
 def payback(line: dict, found: dict) -> str:
-    """After how many steps compiling has saved as much time as it took."""
+    """Return the number of steps after which compiling has saved the time it took."""
     eager = found.get((line["model"], line["way"].replace("compiled", "fused")))
     if eager is None or eager is line:
         return "at once"
     gain = eager["ms"] - line["ms"]
-    if gain < 0.05 * eager["ms"]:  # repeats differ by more
+    if gain < 0.05 * eager["ms"]:  # repeats vary by more
         return "no clear gain"
     return f"{(line['first_ms'] - eager['first_ms']) / gain:,.0f} steps"
 
 
 def means(lines: list[dict]) -> list[dict]:
-    """Put the models together: a line a way."""
+    """Combine the models; return a line for each way."""
     base = {o["model"]: o["bytes"] for o in lines if o["way"] == "fp32"}
     out = []
     for way in dict.fromkeys(o["way"] for o in lines):
@@ -615,15 +615,15 @@ def means(lines: list[dict]) -> list[dict]:
 
 
 def show_means(lines: list[dict]) -> None:
-    """Print the geometric means, as markdown."""
-    print("\n| way | models | × fp32, geometric mean | memory, of fp32's |\n|---|---|---|---|")
+    """Print the geometric means as markdown."""
+    print("\n| way | models | × fp32, geometric mean | memory, × fp32 |\n|---|---|---|---|")
     for o in lines:
         memory = f"{o['memory_to_fp32']:.2f}" if o["memory_to_fp32"] else ""
         print(f"| {o['way']} | {o['models']} | {o['to_fp32']:.2f} | {memory} |")
 
 
 def show_profile(args: argparse.Namespace, model: str, ways: list[str], n: int = 5) -> None:
-    """Print the parts of a step, and the operators that take the time, side by side."""
+    """Print the parts of a step and the slowest operators, side by side."""
     prepare(args)
     parts, tables = {}, {}
     for name in ways:
@@ -632,14 +632,14 @@ def show_profile(args: argparse.Namespace, model: str, ways: list[str], n: int =
         if isinstance(run, Loop):
             parts[name] = time_parts(run, batch, 2 * n, args)
         tables[name] = time_operators(run, batch, n, args)
-    print(f"\n{model}: ms a step\n\n| part | {' | '.join(parts)} |\n|---|{'---|' * len(parts)}")
+    print(f"\n{model}: ms per step\n\n| part | {' | '.join(parts)} |\n|---|{'---|' * len(parts)}")
     for part in ("forward", "backward", "update"):
         print(f"| {part} | {' | '.join(f'{p[part]:.1f}' for p in parts.values())} |")
     ops = sorted(
         {op for t in tables.values() for op in t},
         key=lambda op: -max(t.get(op, (0, 0))[0] for t in tables.values()),
     )
-    print(f"\n| operator, itself | {' | '.join(f'{w}, ms | calls' for w in tables)} |")
+    print(f"\n| operator (self) | {' | '.join(f'{w}, ms | calls' for w in tables)} |")
     print("|---|" + "---|---|" * len(tables))
     for op in ops[:15]:
         cells = [t.get(op, (0, 0)) for t in tables.values()]
@@ -649,7 +649,7 @@ def show_profile(args: argparse.Namespace, model: str, ways: list[str], n: int =
 
 
 def time_parts(run: Loop, batch: tuple, n: int, args: argparse.Namespace) -> dict[str, float]:
-    """Time forward, backward and update, each to its end: ms, medians."""
+    """Time forward, backward and update separately; return medians in ms."""
     times = {"forward": [], "backward": [], "update": []}
     given = {"forward": batch, "backward": (), "update": ()}
     for _ in range(n):
@@ -664,7 +664,7 @@ def time_parts(run: Loop, batch: tuple, n: int, args: argparse.Namespace) -> dic
 
 
 def time_operators(run: Loop | Fastai, batch: tuple, n: int, args: argparse.Namespace) -> dict:
-    """Profile `n` steps: (ms, calls) a step of each operator, without what it calls."""
+    """Profile `n` steps; return (ms, calls) per step of each operator, excluding its callees."""
     on_device = args.device != "cpu"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_device
     with profile(activities=activities) as prof:
@@ -677,7 +677,7 @@ def time_operators(run: Loop | Fastai, batch: tuple, n: int, args: argparse.Name
 
 
 def about(args: argparse.Namespace) -> dict:
-    """Name the day, the machine and the versions."""
+    """Return the date, the machine and the versions."""
     names = ("torch", "fastai", "lightning", "accelerate")
     kept = ("size", "opt", "fused", "threads", "repeats", "turn", "device")
     return {
@@ -686,13 +686,13 @@ def about(args: argparse.Namespace) -> dict:
         "python": platform.python_version(),
         **{n: version(n) for n in names if find_spec(n) is not None},
         **{k: getattr(args, k) for k in kept if k in args},
-        # oneDNN's limit: with AVX512_CORE_BF16 a newer CPU computes as one without AMX and fp16
+        # oneDNN's limit: AVX512_CORE_BF16 makes a newer CPU compute like one without AMX and fp16
         "instructions": os.environ.get("ONEDNN_MAX_CPU_ISA", "all"),
     }
 
 
 def machine_name(device: str) -> str:
-    """Name the GPU, or the CPU and its cores in use."""
+    """Return the name of the GPU or the CPU."""
     if device != "cpu":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -702,20 +702,20 @@ def machine_name(device: str) -> str:
 
 
 def main() -> None:
-    """Run what is asked for, and write and print the tables."""
+    """Run the requested benchmarks, then write and print the tables."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=MEANINGS)
     p.add_argument("--size", choices=TASKS, default="small")
-    p.add_argument("--models", nargs="+", help="default: all of the size")
-    p.add_argument("--ways", nargs="+", choices=WAYS, help="default: all; fp32 is always there")
-    p.add_argument("--all", action="store_true", help="also what a CPU emulates: hours")
+    p.add_argument("--models", nargs="+", help="default: all models of this size")
+    p.add_argument("--ways", nargs="+", choices=WAYS, help="default: all; fp32 is always included")
+    p.add_argument("--all", action="store_true", help="also ways that a CPU emulates; takes hours")
     p.add_argument("--opt", choices=OPTIMIZERS, default="sgd")
     p.add_argument("--fused", action="store_true", help="PyTorch's fused optimizers in every loop")
     p.add_argument("--repeats", type=int, default=5, help="turns of each way")
-    p.add_argument("--turn", type=float, default=0.05, help="seconds that a turn lasts at least")
-    p.add_argument("--threads", type=int, default=0, help="0: as many as PyTorch likes")
+    p.add_argument("--turn", type=float, default=0.05, help="minimum seconds per turn")
+    p.add_argument("--threads", type=int, default=0, help="0: PyTorch's default")
     p.add_argument("--device", default="cpu")
     p.add_argument("--no-memory", action="store_true", help="measure times only")
-    p.add_argument("--profile", nargs="+", choices=WAYS, help="show where the time goes instead")
+    p.add_argument("--profile", nargs="+", choices=WAYS, help="only show where the time goes")
     p.add_argument("--out", type=Path, help="a JSON file")
     args = p.parse_args()
     unknown = set(args.models or []) - set(TASKS[args.size])
@@ -732,7 +732,7 @@ def main() -> None:
     lines = []
     for model in models:
         lines += measure(args, model, ways)
-        if args.out:  # after each model: a long run may be broken off
+        if args.out:  # after each model: a long run may be interrupted
             whole = {**about(args), "results": lines, "geometric_means": means(lines)}
             whole["best"] = best_of(lines)
             args.out.write_text(json.dumps(whole, indent=1) + "\n")

@@ -2,11 +2,11 @@
 
     python bench/where_time_goes.py --out bench/results/where_time_goes.json    # 10 minutes
 
-`cProfile` counts calls; the time that it adds to each of them is measured and subtracted. Python of
-a package is that of its functions, with what they call of Python's own C and the operators that
-they use. The rest of a step, timed without the profiler, is in C of PyTorch: *kernels*, also ours,
-such as the copies of a chunk. `not_emulating` is ours without `engine.in_float32`, which only a CPU
-without fast 16-bit products needs. Models and batches are those of train_step.py.
+`cProfile` counts calls; the time that it adds to each call is measured and subtracted. A package's
+Python time is that of its functions, including the built-in C functions and the operators that they
+use. The rest of a step, timed without the profiler, is in PyTorch's C code: *kernels*, also ours,
+such as the copies of a chunk. `not_emulating` is ours without `engine.in_float32`, which is needed
+only on a CPU without fast 16-bit products. Models and batches are the same as in train_step.py.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import train_step as ts
 from mixedfp.engine.in_float32 import InFloat32
 
 FULL = {"flat_master": True, "dtype": torch.float32}
-RUNS = {  # in float32 ours does everything but to round
+RUNS = {  # in float32 ours does everything except rounding
     "loop float32": ts.Way(partial(ts.ours, torch.float32, ts.flat)),
     "loop bfloat16": ts.WAYS["bf16-flat"],
     "Learner float32": ts.Way(partial(ts.ours_in_fastai, "to_fp16", FULL)),
@@ -38,7 +38,7 @@ COLUMNS = "ms kernels_% ours_% fastai_% torch_% ours_us not_emulating_us fastai_
 
 
 def owner(function: tuple) -> str:
-    """Name the package of a function; 'kernels' for PyTorch's C, '' for C of Python's own."""
+    """Return the package of a function; 'kernels' for PyTorch's C code, '' for Python's own."""
     file, _, name = function
     if file == "~":
         return "kernels" if "torch" in name or "run_backward" in name else ""
@@ -65,12 +65,12 @@ def added_by_profiler(n: int = 200_000) -> tuple[float, float]:
 
 
 def count(run: object, batch: tuple, n: int, args: argparse.Namespace) -> tuple[Counter, Counter]:
-    """Profile `n` steps: microseconds a step by package, and of ours by function."""
+    """Profile `n` steps; return microseconds per step by package, and ours by function."""
     packages, functions, profile = Counter(), Counter(), Profile()
     profile.runcall(ts.seconds, run, batch, n, args)
     for callee, (_, _, _, _, callers) in Stats(profile).stats.items():
         for caller, (_, calls, own, _) in callers.items():
-            who = callee if owner(callee) else caller  # of `zip`: who calls it
+            who = callee if owner(callee) else caller  # for `zip`: its caller
             for f, s in ((who, own - calls * args.added[0]), (caller, -calls * args.added[1])):
                 packages[owner(f)] += 1e6 * s / n
                 if owner(f) == "ours":
@@ -79,8 +79,8 @@ def count(run: object, batch: tuple, n: int, args: argparse.Namespace) -> tuple[
 
 
 def measure(model: str, name: str, args: argparse.Namespace) -> dict:
-    """Time steps, then profile as many."""
-    gc.collect()  # an optimizer is a cycle, also PyTorch's
+    """Time steps, then profile the same number."""
+    gc.collect()  # an optimizer is a reference cycle, even PyTorch's
     run, batch = ts.make_run(ts.TASKS["small"][model], RUNS[name], args)
     n = max(3, min(50, round(args.seconds / ts.seconds(run, batch, 3, args))))
     step = 1e6 * median(ts.seconds(run, batch, 1, args) for _ in range(n))

@@ -61,17 +61,17 @@ class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
     While it is on a Learner, `learn.model` is in `dtype` and `learn.opt` steps the masters.
-    `learn.mp_cb` names it.
+    `learn.mp_cb` refers to it.
     Raises: TypeError, ValueError for invalid settings; MixedPrecisionError for settings
-    that cannot work together.
+    that cannot be combined.
     """
 
-    order = 10  # as fastai's own: GradientAccumulation runs before it, GradientClip after it
+    order = 10  # like fastai's own: GradientAccumulation runs before it, GradientClip after it
     learn: Any = _SetLearn()
 
     def __init__(
         self,
-        loss_scale: float = 512.0,  # > 0; the constant scale, or the first one if `dynamic`
+        loss_scale: float = 512.0,  # > 0; the constant scale, or the initial one if `dynamic`
         flat_master: bool = False,  # masters in a few long vectors, not one per parameter
         dynamic: bool = True,  # back off after an overflow, grow after enough steps without one
         dtype: torch.dtype | str = torch.float16,  # the model's; only float16 is scaled
@@ -88,7 +88,7 @@ class MixedPrecision(Callback):
         native: bool = False,  # use a CPU's 16-bit kernels even if they are slow
         store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 extra bytes, exact
         state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
-        half_grads: bool = False,  # flat: gradients stay in 16 bits, and scaled, until the step
+        half_grads: bool = False,  # flat: gradients stay scaled and in 16 bits until the step
         skip_nonfinite: bool = True,  # without a loss scale: skip a step with inf or nan
     ):
         vars(self)["learn"] = None
@@ -98,12 +98,12 @@ class MixedPrecision(Callback):
         settings |= dict(state_dtype=state_dtype, half_grads=half_grads)
         policy = Policy(**settings)
         if half_grads and layer_scales is not None:
-            raise ValueError("half_grads=True leaves gradients scaled: it excludes layer_scales")
+            raise ValueError("half_grads=True leaves gradients scaled: omit layer_scales")
         first = check_positive("loss_scale", loss_scale)
         rule = growth_factor, backoff_factor, growth_interval, check_flag("enabled", enabled)
         bounds: Any = dict(min_scale=min_scale, max_scale=max_scale, max_skips=max_skips)
         scaler = LossScaler(None, first, *rule, dynamic=dynamic, **bounds)
-        if policy.dtype != torch.float16:  # the settings of a scale are checked all the same
+        if policy.dtype != torch.float16:  # scale settings are checked anyway
             scaler = guard_of(policy, max_skips=max_skips)
         self.mixed = MixedStep(policy, scaler, layer_scales)
         self._last_loss: Any = None  # the previous batch's loss
@@ -131,13 +131,13 @@ class MixedPrecision(Callback):
         for cb in self.learn.cbs:
             if isinstance(cb, _OF_FASTAI):
                 raise MixedPrecisionError(
-                    f"this Learner has fastai's {type(cb).__name__}, too: remove one of the two, "
+                    f"this Learner also has fastai's {type(cb).__name__}: remove one of the two, "
                     f"learn.remove_cb(learn.{cb.name}) or learn.to_fp32()"
                 )
         if self._is_searching() and self._has_other_ranks():
             raise MixedPrecisionError(
-                "lr_find would hang with several processes: each ends the search by its own loss. "
-                "Look for the rate in one process, outside of distrib_ctx, or inside fsdp_ctx"
+                "lr_find would hang with several processes: each ends the search at its own loss. "
+                "Find the rate in one process, outside distrib_ctx, or inside fsdp_ctx"
             )
         self._attach()
         self._last_loss = None
@@ -149,7 +149,7 @@ class MixedPrecision(Callback):
     def _attach(self):
         if "gan_trainer" in vars(self.learn):
             raise MixedPrecisionError(
-                "the loss of a GANLearner calls generator and critic outside of the model's "
+                "the loss of a GANLearner calls the generator and critic outside the model's "
                 "forward pass: train it in float32, without mixed precision"
             )
         is_new = not self.mixed.is_attached
@@ -170,7 +170,7 @@ class MixedPrecision(Callback):
     def _create_opt(self):
         "Create and wrap the Learner's optimizer, so that no state is loaded in 16 bits."
         before = self.learn.opt
-        self.mixed.attach(self.model)  # after a validation shards may be gathered
+        self.mixed.attach(self.model)  # after validation, shards may be gathered
         try:
             type(self.learn).create_opt(self.learn)
             self._wrap_opt()
@@ -193,7 +193,7 @@ class MixedPrecision(Callback):
     # --- one batch ---
 
     def before_batch(self) -> None:
-        "Begin a batch; its inputs are not cast here, but in the model's forward pass."
+        "Begin a batch; its inputs are cast in the model's forward pass, not here."
         if self.mixed.opt is None or self.mixed.opt.opt is not self.learn.opt:  # created in a fit
             self._wrap_opt()
         if not self.training:
@@ -216,7 +216,7 @@ class MixedPrecision(Callback):
             self.learn.loss = torch.where(loss.isfinite() | ~last.isfinite(), loss, last)
 
     def before_step(self) -> None:
-        "Unscale and check the gradients; skip the step if one is inf or nan."
+        "Unscale and check the gradients; skip the step if any is inf or nan."
         if not self.mixed.unscale():
             self._suspect = self._this_batch()
             self.mixed.skip()
@@ -232,9 +232,9 @@ class MixedPrecision(Callback):
             raise MixedPrecisionError(f"{e}\n{self._describe_overflow()}") from None
 
     def after_batch(self) -> None:
-        "End a learning rate search at the first loss that is not finite."
+        "End a learning rate search at the first non-finite loss."
         if self.training and self._is_searching():
-            if not maybe_gather(self.loss.detach()).isfinite().all():  # of all processes
+            if not maybe_gather(self.loss.detach()).isfinite().all():  # across all processes
                 raise CancelFitException
 
     def after_cancel_batch(self) -> None:
@@ -262,7 +262,7 @@ class MixedPrecision(Callback):
         self,
         batch: tuple | None = None,  # (x, y); default: the last skipped batch
     ) -> Overflow | None:  # None: the batch is finite when run again
-        """Find the source of the inf or nan of a batch, and try fixes. Nothing is changed.
+        """Find the source of the inf or nan in a batch, and try fixes. Nothing is changed.
 
         Raises: MixedPrecisionError if no step was skipped and no batch is given.
         """
@@ -270,7 +270,7 @@ class MixedPrecision(Callback):
         if batch is not None:
             it = _Suspect(batch, self.learn.loss_func, self.loss_scale, None, None)
         elif it is None:
-            raise MixedPrecisionError("no step was skipped so far: give a batch, (x, y)")
+            raise MixedPrecisionError("no step was skipped so far: pass a batch, (x, y)")
         policy = self.mixed.policy
         settings: Any = dict(keep_fp32=policy.keep_fp32, native=policy.native)
         settings |= dict(dtype=policy.dtype, scale=float(it.scale), rng=it.rng, step=it.step)
@@ -279,8 +279,8 @@ class MixedPrecision(Callback):
     def _describe_overflow(self):
         try:
             found = self.find_overflow()
-        except Exception as e:  # a model that cannot be copied, a loss that counts its calls
-            return f"The search for the first one has failed: {type(e).__name__}: {e}"
+        except Exception as e:  # a model that cannot be copied, or a loss that counts its calls
+            return f"The search for the first one failed: {type(e).__name__}: {e}"
         return str(found) if found is not None else NOT_AGAIN
 
     # --- for users ---
@@ -312,7 +312,7 @@ class MixedPrecision(Callback):
 
     @property
     def model_params(self) -> list[list[nn.Parameter]]:
-        "The trained parameters: for each group a list of weights, and one of norms and biases."
+        "The trained parameters: for each group, a list of weights and one of norms and biases."
         second, lists = norm_bias_ids(self.learn.model), []
         for ps in _groups(self.learn):
             ps = [p for p in ps if p in self._masters().index or is_sharded(p)]
@@ -323,7 +323,7 @@ class MixedPrecision(Callback):
 
     @property
     def master_params(self) -> list[list[torch.Tensor]]:
-        "Their float32 masters; if flat, each list contains one vector, a copy for reading."
+        "The masters of `model_params`; if flat, each list contains one vector, a copy for reading."
         masters = self._masters()
         lists = [[masters[p] for p in ps] for ps in self.model_params]
         if not masters.policy.flat_master:
@@ -333,7 +333,7 @@ class MixedPrecision(Callback):
     def float_model(self) -> nn.Module:
         """Return a float32 twin of the model whose parameters are the masters.
 
-        For weight averages, evaluation and export. It follows the training.
+        For weight averages, evaluation and export. It stays in sync with training.
         """
         return self._masters().float_model()
 
@@ -366,7 +366,7 @@ mixed_precision = partial(MixedPrecision)  # `cbs=mixed_precision(flat_master=Tr
 
 # %% ../nbs/10_callback.ipynb #9aecde9b
 def _groups(learn):
-    "Return the parameters of each group of the Learner's optimizer, created yet or not."
+    "Return the parameters of each group of the Learner's optimizer, even if not created yet."
     opt = learn.opt
     if opt is None:
         twin = copy.copy(learn)
@@ -377,7 +377,7 @@ def _groups(learn):
 
 # %% ../nbs/10_callback.ipynb #d11e58e5
 def _use(learn, cb):
-    "Replace the mixed precision of `learn` by `cb`; if `cb` raises, `learn` is in float32."
+    "Replace the mixed precision of `learn` with `cb`; if `cb` raises, `learn` is left in float32."
     learn.to_fp32().add_cb(cb)
     try:
         cb.after_create()
@@ -391,7 +391,7 @@ def _use(learn, cb):
 @delegates(MixedPrecision.__init__)
 def to_fp16(
     self: Learner,
-    loss_scale: float = 512.0,  # > 0; the constant scale, or the first one if `dynamic`
+    loss_scale: float = 512.0,  # > 0; the constant scale, or the initial one if `dynamic`
     flat_master: bool = False,  # masters in a few long vectors, not one per parameter
     **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
@@ -421,7 +421,7 @@ def find_overflow(
     self: Learner,
     batch: tuple | None = None,  # (x, y); default: the last skipped batch
 ) -> Overflow | None:  # None: the batch is finite when run again
-    "Find the source of the inf or nan of a batch, and try fixes; see `MixedPrecision`."
+    "Find the source of the inf or nan in a batch, and try fixes; see `MixedPrecision`."
     return self.mp_cb.find_overflow(batch)
 
 # %% ../nbs/10_callback.ipynb #2b846e7f
@@ -463,12 +463,12 @@ def _loss_of(learn):
 def precision_report(
     self: Learner,
     n_batches: int = 1,  # number of training batches, > 0; callbacks do not receive them
-    dtype: torch.dtype | None = None,  # default: that of the Learner, else float16
+    dtype: torch.dtype | None = None,  # default: the Learner's, else float16
     **kwargs,  # as in `mixedfp.diagnose.report.precision_report`, not the Learner's settings
 ) -> PrecisionReport:
     """Compare the model in 16 bits with itself in float32, module by module; nothing is changed.
 
-    Sync: reads numbers of every module. Raises: as `precision_report`.
+    Sync: reads numbers from every module. Raises: as `precision_report`.
     """
     check_steps("n_batches", n_batches)
     cb = vars(self).get("mp_cb")
@@ -492,7 +492,7 @@ def precision_audit(self: Learner) -> PrecisionAudit:
 class PrecisionRecorder(Callback):
     "Adds two columns to the Learner's table: the loss scale, and the steps skipped in this epoch."
 
-    order = 55  # after `Recorder`, before callbacks that show its names
+    order = 55  # after `Recorder`, before callbacks that display its names
 
     def before_fit(self) -> None:
         "Add the names."

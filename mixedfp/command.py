@@ -9,6 +9,7 @@ __all__ = ['PRECISIONS', 'MODEL_NAMES', 'OPTIMIZER_NAMES', 'main']
 import argparse
 import math
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ PRECISIONS = {
     "fp16": "float16 model, float32 masters, dynamic loss scale",
     "fp16-flat": "float16 model, float32 masters in flat vectors, dynamic loss scale",
 }
-MODEL_NAMES = ("darknet", "darknet-small", "xresnet18", "xresnet50")
+MODEL_NAMES = ("darknet", "darknet-small")
 OPTIMIZER_NAMES = ("sgd", "adam", "rmsprop")
 
 # %% ../nbs/16_command.ipynb #742acc6e
@@ -33,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mixedfp_compare",
         description="Train one model from one seed in several precisions, and compare.",
-        epilog=f"precisions:\n{names}\n\nexample: mixedfp_compare --data my/images --size 64 "
+        epilog=f"precisions:\n{names}\n\nexample: mixedfp_compare --data cifar10 --n-train 0 "
         "--model resnet18 --precisions fp32,bf16-flat",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,18 +45,17 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", help=help + shown, default=default, **kwargs)  # pyright: ignore
 
     add("precisions", "comma-separated", ",".join(PRECISIONS))
-    add("data", "photos: no download; cifar10: from $CIFAR10_PATH, or downloaded; or a folder with "
-        "train/<class> and valid/<class> (or test/<class>), or with <class> only, of which a fifth "
-        "of the images is used for validation", "photos", metavar="{photos,cifar10,FOLDER}")
-    add("size", "image size in pixels, for a folder", 32)
-    add("model", f"{', '.join(MODEL_NAMES)}, or a classifier from torchvision or timm", "darknet")
+    parser.add_argument("--all", action="store_true", help="do not leave out those that are slow")
+    add("data", "photos: no download; cifar10: from $CIFAR10_PATH, or downloaded", "photos",
+        choices=("photos", "cifar10"))
+    add("model", f"{', '.join(MODEL_NAMES)}, or a classifier from torchvision", "darknet")
     add("opt", "optimizer", "sgd", choices=OPTIMIZER_NAMES)
-    add("epochs", "training epochs, for the accuracy", 3)
-    add("repeats", "timing repeats; the precisions alternate", 5)
-    add("bs", "batch size", 64)
+    add("epochs", "training epochs, for the accuracy", 2)
+    add("repeats", "timing repeats; the precisions alternate", 2)
+    add("bs", "batch size", 16)
     add("lr", "maximum learning rate of the one-cycle schedule", 1e-3)
-    add("n-train", "training images, 0: all; default: 1280, for a folder all", type=int)
-    add("n-valid", "validation images, 0: all; default: 500, for a folder all", type=int)
+    add("n-train", "training images, 0: all", 384)
+    add("n-valid", "validation images, 0: all", 128)
     add("device", "cpu, cuda, mps, ...; default: a GPU if there is one")
     add("seed", "first seed", 42)
     add("seeds", "number of seeds; each precision runs once per seed", 1)
@@ -71,16 +71,11 @@ def _check(s: argparse.Namespace) -> None:
     if not s.precisions or len(set(s.precisions)) != len(s.precisions):
         raise ValueError(f"precisions={s.precisions}: expected one or more, all different")
     for name, value in vars(s).items():
-        if name != "seed" and type(value) is int and value < 1:
-            raise ValueError(f"{name}={value}: expected an integer > 0")
+        least = 0 if name in ("n_train", "n_valid") else 1
+        if name != "seed" and type(value) is int and value < least:
+            raise ValueError(f"{name}={value}: expected an integer >= {least}")
     if not 0 < s.lr < math.inf:
         raise ValueError(f"lr={s.lr}: expected a finite number > 0")
-    is_named = s.data in ("photos", "cifar10")
-    if not is_named and not Path(s.data).is_dir():
-        raise ValueError(f"data={s.data!r}: expected photos, cifar10, or a folder with "
-                         "train/<class> and valid/<class>")
-    if is_named and s.size != 32:
-        raise ValueError(f"size={s.size}: {s.data} has images of 32×32")
     out = Path(s.out).resolve()
     place = next(p for p in (out, *out.parents) if p.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
@@ -93,16 +88,17 @@ def main(
     """Run `mixedfp_compare`: train, print the table, and write the table, plot and figures."""
     parser = _parser()
     settings = parser.parse_args(argv)
+    settings.all |= settings.precisions != parser.get_default("precisions")
     settings.precisions = [p.strip() for p in settings.precisions.split(",") if p.strip()]
-    for name, usual in (("n_train", 1280), ("n_valid", 500)):
-        n = getattr(settings, name)
-        usual = usual if settings.data in ("photos", "cifar10") else None
-        setattr(settings, name, usual if n is None else n or None)
     try:
         _check(settings)
+        if "fastai.vision.all" not in sys.modules:
+            print("importing PyTorch and fastai: up to half a minute the first time", flush=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fastai's import causes deprecation warnings
             from mixedfp.compare import run_command
         run_command(settings)
     except (ValueError, OSError) as e:
         parser.error(str(e))
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted before anything was measured\n")

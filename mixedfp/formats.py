@@ -19,11 +19,11 @@ class NumberFormat:
     name: str  # torch's name, e.g. "float16"
     dtype: torch.dtype  # the torch type of this format
     exponent_bits: int  # bits, > 1; they set the range
-    mantissa_bits: int  # bits, > 0; without the leading 1, not stored; they set the precision
+    mantissa_bits: int  # bits, > 0, without the implicit leading 1; they set the precision
 
     @property
     def bias(self) -> int:
-        """The number that is subtracted from the stored exponent."""
+        """The number subtracted from the stored exponent."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
@@ -60,7 +60,7 @@ class NumberFormat:
     def of(
         cls,
         dtype: torch.dtype,  # float16, bfloat16, float32 or float64
-    ) -> "NumberFormat":  # the only record of that format
+    ) -> "NumberFormat":  # the single record of that format
         """Return the `NumberFormat` of `dtype`. Raises: TypeError for any other dtype."""
         if isinstance(dtype, torch.dtype) and dtype in _FORMATS:
             return _FORMATS[dtype]
@@ -103,7 +103,7 @@ def ulp(
 # %% ../nbs/00_formats.ipynb #d87e06ad
 def is_lost(
     w: Tensor,  # any shape; float16, bfloat16, float32 or float64
-    update: Tensor,  # a shape that broadcasts to that of `w`; any floating dtype; added to `w`
+    update: Tensor,  # broadcastable to the shape of `w`; any floating dtype; added to `w`
 ) -> Tensor:  # shape of `w`; bool
     """Return where `update` changes nothing: `w + update` rounds back to `w` in the dtype of `w`.
 
@@ -122,8 +122,8 @@ def is_lost(
 # %% ../nbs/00_formats.ipynb #e5a3118e
 def split_into(
     full: Tensor,  # float32
-    weights: Tensor,  # bfloat16; written: `full`, rounded half up in magnitude
-    remainders: Tensor,  # int16; written: the lower half of the bits of `full`
+    weights: Tensor,  # bfloat16; set to `full`, rounded half up in magnitude
+    remainders: Tensor,  # int16; set to the lower half of the bits of `full`
 ) -> None:
     "Split float32 numbers into weights and remainders, in one write that cannot be interrupted."
     bits = full.view(torch.int32)
@@ -132,12 +132,12 @@ def split_into(
 
 
 def round_stochastically(
-    out: Tensor,  # bfloat16, (n,); written
+    out: Tensor,  # bfloat16, (n,); overwritten
     x: Tensor,  # float32, (n,)
     noise: Tensor,  # int32 from 0 to 65535, (period,) or longer
-    period: int,  # so many numbers take all of the noise, the next ones the same again
+    period: int,  # the noise repeats after this many numbers
 ) -> Tensor:  # `out`
-    "Round up or down at random, the nearer the likelier: the mean of many roundings is `x`."
+    "Round up or down at random, to the nearer number more often; on average the result is `x`."
     n = len(x) - len(x) % period
     for part in (slice(0, n), slice(n, len(x))):
         if part.start < part.stop:
@@ -148,14 +148,14 @@ def round_stochastically(
 
 
 def join_into(
-    full: Tensor,  # float32; written
+    full: Tensor,  # float32; overwritten
     weights: Tensor,  # bfloat16
     remainders: Tensor,  # int16
 ) -> Tensor:  # `full`
-    "Join the numbers that `split_into` has split, bit for bit."
+    "Restore the numbers that `split_into` split, bit for bit."
     full.copy_(weights).view(torch.int32).add_(remainders)
     return full
 
 # %% ../nbs/00_formats.ipynb #9cefb3c6
 class MixedPrecisionError(RuntimeError):
-    """Raised for what mixedfp does not support; the message names an alternative."""
+    """Raised for unsupported operations and settings; the message names an alternative."""

@@ -29,11 +29,11 @@ from .torch_private import NORMS
 
 # %% ../nbs/11_fsdp.ipynb #f5d90002
 def shard_model(
-    model: nn.Module,  # in float32, whole; changed in place
+    model: nn.Module,  # whole, in float32; modified in place
     shard: type | tuple[type, ...] | Callable[[nn.Module], bool],  # which modules are blocks
-    mesh: Any,  # a `DeviceMesh`, of two dimensions for HSDP
-    dtype: torch.dtype = torch.float32,  # to compute in; gradients are averaged in float32
-) -> nn.Module:  # the same
+    mesh: Any,  # a `DeviceMesh`, two-dimensional for HSDP
+    dtype: torch.dtype = torch.float32,  # of the computation; gradients are averaged in float32
+) -> nn.Module:  # the same module
     """Call `fully_shard` on each block and on `model`, with the weights of the first process.
 
     Norms with running statistics stay in float32. Raises: ValueError if `shard` matches nothing.
@@ -49,14 +49,14 @@ def shard_model(
     if not blocks:
         kinds = ", ".join(sorted({type(m).__name__ for m in modules}))
         raise ValueError(f"`shard` matches no module of {type(model).__name__}, whose modules are "
-                         f"of {kinds}: give the type of its blocks, or a function of a module")
-    for t in chain(model.parameters(), model.buffers()):  # NCCL sends tensors on GPUs only
+                         f"of {kinds}: pass the type of its blocks, or a function of a module")
+    for t in chain(model.parameters(), model.buffers()):  # NCCL only sends tensors on GPUs
         first = t.detach().to(mesh.device_type).contiguous()
         distributed.broadcast(first, 0)
         t.detach().copy_(first)
     policy = {} if dtype == torch.float32 else dict(param_dtype=dtype, reduce_dtype=torch.float32)
     how = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False, **policy))
-    for m in reversed(modules):  # what is inside first
+    for m in reversed(modules):  # inner modules first
         if isinstance(m, NORMS) and next(m.parameters(), None) is not None:
             fully_shard(m, mesh=mesh)
         elif m is model or m in blocks:
@@ -65,7 +65,7 @@ def shard_model(
 
 # %% ../nbs/11_fsdp.ipynb #f5d90003
 class SharedData(Callback):
-    "Gives each process its part of every batch, by fastai's `DistributedDL`."
+    "Gives each process its part of every batch, using fastai's `DistributedDL`."
 
     order, loaders = 11, None
 
@@ -77,13 +77,13 @@ class SharedData(Callback):
             self.learn.n_epoch *= distributed.get_world_size()
 
     def before_train(self) -> None:
-        "Wrap the loader that is used now."
+        "Wrap the current loader."
         self.learn.dl = self._shared(self.learn.dl)
 
     before_validate = before_train
 
     def after_validate(self) -> None:
-        "Free the weights that the last forward pass has gathered: optimizers need the shards."
+        "Free the weights gathered by the last forward pass: optimizers need the shards."
         for m in sharded_modules(self.model).values():
             m.reshard()
 
@@ -103,14 +103,14 @@ class SharedData(Callback):
 
 
 def _from_rank(order, rank):
-    "Return the `order` of the samples in process `rank`."
+    "Return the `order` of the samples from process `rank`."
     sent = [order]
     distributed.broadcast_object_list(sent, rank)
     return sent[0]
 
 # %% ../nbs/11_fsdp.ipynb #f5d90004
 class _Whole:
-    "Stands for the sharded model of a Learner, or its optimizer, in the functions that use files."
+    "Stands in for a Learner's sharded model or optimizer in the functions that use files."
 
     def __init__(self, part, learn):
         self.part, self.learn, self.state = part, learn, {}
@@ -122,7 +122,7 @@ class _Whole:
         if self.part is self.learn.model:
             now = self.part.state_dict()
             state = {k: cut_like(t, now.get(k)) for k, t in state.items()}
-        else:  # states of parameters, by number or in a list
+        else:  # states per parameter, by number or in a list
             params = [p for ps in self.part.param_lists for p in ps]
             saved = state["state"]
             items = saved.items() if isinstance(saved, dict) else enumerate(saved)
@@ -132,7 +132,7 @@ class _Whole:
 
 
 def _save(learn, file, with_opt=True, **kwargs):
-    "Write one file of whole float32 tensors, as `Learner.save`. Sync: all processes take part."
+    "Write one file of whole float32 tensors, like `Learner.save`. Sync: all processes take part."
     path = join_path_file(file, learn.path / learn.model_dir, ext=".pth")
     parts = [_Whole(part, learn) for part in (learn.model, learn.opt) if part is not None]
     if "lr_finder" in vars(learn):  # has a folder for each process
@@ -147,7 +147,7 @@ def _save(learn, file, with_opt=True, **kwargs):
 
 
 def _load(learn, file, device=None, **kwargs):
-    "Read a file of `Learner.save`; each process takes its part. Sync: all wait for each other."
+    "Read a `Learner.save` file; each process keeps its part. Sync: all wait for each other."
     if learn.opt is None:
         learn.create_opt()
     path = join_path_file(file, learn.path / learn.model_dir, ext=".pth")
@@ -165,12 +165,12 @@ def _load(learn, file, device=None, **kwargs):
 def fsdp_ctx(
     self: Learner,
     shard: type | tuple[type, ...] | Callable[[nn.Module], bool],  # which modules are blocks
-    mesh: Any = None,  # a `DeviceMesh`, of two dimensions for HSDP; default: all processes
+    mesh: Any = None,  # a `DeviceMesh`, two-dimensional for HSDP; default: all processes
 ) -> Iterator[Learner]:  # itself
-    """Shard the model over all processes that `torchrun` has started, and train it in the block.
+    """Shard the model over all processes started by `torchrun`, and train it in the block.
 
-    Call `to_bf16()` or `to_fp16()` before. The model stays sharded after the block; until then and
-    later `save` writes one whole float32 file, which any Learner loads. Raises: as `shard_model`;
+    Call `to_bf16()` or `to_fp16()` before. The model stays sharded after the block; inside it and
+    later, `save` writes one whole float32 file, which any Learner loads. Raises: as `shard_model`;
     MixedPrecisionError outside of `torchrun`, or if the Learner has trained before.
     """
     if "WORLD_SIZE" not in os.environ:
@@ -195,8 +195,8 @@ def fsdp_ctx(
 def _shard(learn, shard, mesh):
     if learn.opt is not None and any(core_of(learn.opt).state.values()):
         raise MixedPrecisionError(
-            "this Learner has trained before, and the states of its optimizer are whole: save it, "
-            "make a new Learner, and load the file inside fsdp_ctx"
+            "this Learner has trained before, and its optimizer's states are not sharded: save it, "
+            "create a new Learner, and load the file inside fsdp_ctx"
         )
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -42,7 +42,7 @@ _LEAF = 2**64 - 1  # PyTorch's number for the nodes of leaves
 
 
 class _Trace:
-    "The layer that made each node of the graph: a step function of node numbers."
+    "The layer that created each node of the graph: a step function of node numbers."
 
     def __init__(self):
         self.starts: list[int] = [0]  # numbers of nodes, ascending
@@ -59,7 +59,7 @@ class _Trace:
     def leave(self) -> None:
         self._note(self.running.pop())
 
-    def end(self) -> None:  # of the outermost call, whether it raised or not
+    def end(self) -> None:  # of the outermost call, whether or not it raised
         self.running.clear()
         self._note(None)
 
@@ -98,7 +98,7 @@ def _multiply(factors, grads, *_):
 
 # %% ../nbs/07_layerwise.ipynb #d6b98b76
 class _Hook:
-    "A hook of one model; in copies of the model, and in files, it does nothing."
+    "A hook on one model; in copies of the model and in files it does nothing."
 
     def __init__(self, f: Callable | None = None):
         self.f = f
@@ -110,23 +110,23 @@ class _Hook:
         return _Hook, ()
 
 
-_HOOKED, _EXIT = "mixedfp.layerwise", "mixedfp.layerwise.exit"  # in the metadata of nodes
+_HOOKED, _EXIT = "mixedfp.layerwise", "mixedfp.layerwise.exit"  # keys in the metadata of nodes
 
 
 class _Hooks:
-    "The hooks of a model: on modules, to record their nodes; on nodes, to multiply gradients."
+    "A model's hooks: on modules to record their nodes, on nodes to multiply gradients."
 
     def __init__(self, model: nn.Module, scaled: list[LayerInfo]):  # outer before inner
         self.model = model
         self.owners = {m: info for info in scaled for m in info.layer.modules()}
-        # layers without direct parameters, whose overflows show in no `.grad`
+        # layers without direct parameters, whose overflows do not show in any `.grad`
         self.bare = {i for i in scaled if next(i.layer.parameters(recurse=False), None) is None}
         self.handles: list[RemovableHandle] = []
         self.begin(None)
 
     def begin(self, observe: Callable | None) -> None:  # called with a layer and gradients
         self.trace, self.thread, self.observe = _Trace(), 0, observe
-        self.order: dict[LayerInfo, None] = {}  # in the order in which they ran
+        self.order: dict[LayerInfo, None] = {}  # in the order of execution
         self.largest: list[tuple[Tensor, set]] = []  # magnitude of a gradient, (); its layer
 
     def put_on(self) -> None:
@@ -171,7 +171,7 @@ class _Hooks:
         self.walk(new, begun)
 
     def walk(self, nodes, begun):
-        "Hook the nodes from `nodes` down to those numbered `begun`."
+        "Hook the nodes from `nodes` down to number `begun`."
         seen, todo = set(), list(nodes)
         while todo:
             node = todo.pop()
@@ -194,13 +194,13 @@ class _Hooks:
             hooks.append(partial(self._watch, owner))
         if any(f not in (None, 1) for f in factors):
             hooks.append(partial(_multiply, factors))
-        if hooks and node.metadata.setdefault(_HOOKED, hooks) is hooks:  # not hooked before
+        if hooks and node.metadata.setdefault(_HOOKED, hooks) is hooks:  # not hooked yet
             for hook in hooks:
                 node.register_hook(hook)
 
     def _factor(self, node, below):
-        "Return the factor of a gradient that goes from `node` to `below`, between their scales."
-        # an exit multiplies by the scale of its layer itself, so it takes a gradient without one
+        "Return the factor that converts a gradient from the scale of `node` to that of `below`."
+        # an exit applies its layer's scale itself, so it receives an unscaled gradient
         wanted = 1.0 if _EXIT in below.metadata else self.trace.scale(below)
         return wanted / self.trace.scale(node)
 
@@ -227,17 +227,17 @@ def are_finite(
     return [finite.get(id(v), True) for v in values]
 
 # %% ../nbs/07_layerwise.ipynb #435dca3e
-_LOWEST, _BINS = -160, 288  # of a histogram: exponents of float32 go from -149 to 127
+_LOWEST, _BINS = -160, 288  # of a histogram: float32 exponents range from -149 to 127
 
 
 def fitting_exponent(
-    counts: Mapping[int, float],  # how many gradients are in [2**e, 2**(e + 1)), by e
+    counts: Mapping[int, float],  # number of gradients in [2**e, 2**(e + 1)), by e
     dtype: torch.dtype = torch.float16,  # the format of the gradients
-    headroom: int = 4,  # powers of two kept free at the top, >= 0; batches differ
+    headroom: int = 4,  # powers of two kept free at the top, >= 0; batches vary
 ) -> int | None:  # k: a scale 2**k times the current one; None without gradients
     """Return the exponent that best fits a layer's gradients into the range of `dtype`.
 
-    A thousandth of them may become subnormal.
+    Up to a thousandth of them may become subnormal.
     Raises: ValueError if `headroom` is negative; TypeError unless `dtype` is floating-point.
     """
     if headroom < 0:
@@ -255,7 +255,7 @@ def fitting_exponent(
 
 # %% ../nbs/07_layerwise.ipynb #777af7c9
 class _Search:
-    "Histograms of the gradients inside each layer, in one step of the search for scales."
+    "Histograms of the gradients inside each layer, for one step of the search for scales."
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
@@ -270,11 +270,11 @@ class _Search:
 
     def _count(self, g):
         e = g.abs().float().log2()
-        e = torch.where(e < math.inf, e, NumberFormat.of(self.dtype).bias + 8.0)  # nan as well
+        e = torch.where(e < math.inf, e, NumberFormat.of(self.dtype).bias + 8.0)  # also nan
         return torch.histc(e, _BINS, _LOWEST, _LOWEST + _BINS)
 
     def find(self, order: Iterable[LayerInfo]) -> dict[LayerInfo, float]:  # Sync: once
-        "Return a scale for each layer of `order`; without gradients, that of the next layer."
+        "Return a scale per layer of `order`; a layer without gradients gets the next layer's."
         rows = torch.stack(list(self.counts.values())).tolist() if self.counts else []
         found = dict(zip(self.counts, rows, strict=True))
         scales, scale = {}, None
@@ -309,7 +309,7 @@ class LayerwiseGradientScaler:
 
     One iteration: `scale()`, forward and `backward` (any number of them), `unscale()` (`is_scaling`
     is True until then), `step(optimizer)` once for each optimizer. The scale of a layer with inf or
-    nan in its gradients backs off, that of a clean one grows; a step is skipped unless all
+    nan in its gradients backs off, a clean layer's grows; a step is skipped unless all
     gradients are finite. A module without a scale uses that of the innermost module with one.
     Raises: TypeError, ValueError for wrong settings; MixedPrecisionError for calls out of order,
     and for graphs that cannot be scaled layer by layer. Sync: `unscale` reads once.
@@ -363,7 +363,7 @@ class LayerwiseGradientScaler:
         return list(self._hooks.handles)
 
     def scale(self) -> None:
-        "Begin an iteration: from here on every forward pass of the model is traced."
+        "Begin an iteration: from here on, every forward pass of the model is traced."
         self.begin()
         self._hooks.put_on()
 
@@ -396,25 +396,25 @@ class LayerwiseGradientScaler:
 
     def trace_loss(
         self,
-        loss: Tensor,  # of any tensors from a forward pass since `scale` or `begin`
-    ) -> Tensor:  # the same value: call `backward` on this one
-        "Scale the graph of `loss`; required after `active`, or if it uses more than outputs."
+        loss: Tensor,  # computed from any tensors of a forward pass since `scale` or `begin`
+    ) -> Tensor:  # the same value; call `backward` on it
+        "Scale the graph of `loss`; required after `active`, or if it uses more than the output."
         if not self._scaled or not self.is_scaling or loss.grad_fn is None:
             return loss
         if self._hooks.trace.scale(loss.grad_fn) != 1:
-            loss = loss.view_as(loss)  # with a node outside of all layers
+            loss = loss.view_as(loss)  # adds a node outside all layers
         self._hooks.walk([loss.grad_fn], 0)
         return loss
 
     def remove(self) -> None:
-        "Remove all hooks from the model, at any time; `scale` adds them again."
+        "Remove all hooks from the model, at any time; `scale` adds them back."
         self._hooks.take_off()
         self.is_scaling = False
 
     def unscale(self) -> bool:  # whether all gradients of parameters are finite
         """End the backward passes: remove the hooks, and find the layers that overflowed.
 
-        `.grad` contains the true gradients, in the unit of the loss; only these decide. Sync: once.
+        `.grad` contains the true gradients, in the unit of the loss; only they count. Sync: once.
         """
         if not self.is_scaling:
             raise MixedPrecisionError("unscale() before scale(): expected scale(), then a backward")
@@ -434,7 +434,7 @@ class LayerwiseGradientScaler:
         "Return, for each parameter, the layers to which an overflow in its gradient is attributed."
         found: dict[Tensor, set[LayerInfo]] = {}
         for info in self._infos if self._scaled else ():  # without scales nothing is checked
-            for p in info.layer.parameters(recurse=False):  # a shared one has several
+            for p in info.layer.parameters(recurse=False):  # a shared one is in several layers
                 found.setdefault(p, set()).update({info, self._hooks.owners.get(info.layer, info)})
         return found
 
@@ -476,7 +476,7 @@ class LayerwiseGradientScaler:
         info.growth_tracker = 0
 
     def state_dict(self) -> dict:
-        "Return the scales and growth counts: plain numbers, by layer."
+        "Return the scales and growth counts as plain numbers, by layer."
         return {
             "scales": self.layer_scales,
             "growth_trackers": {info.layer_name: info.growth_tracker for info in self._scaled},
@@ -485,7 +485,7 @@ class LayerwiseGradientScaler:
 
     def load_state_dict(
         self,
-        state_dict: dict,  # of a scaler with the same layers
+        state_dict: dict,  # from a scaler with the same layers
     ) -> None:
         "Continue from saved scales. Raises: ValueError if they belong to other layers."
         scales, counts = state_dict["scales"], state_dict["growth_trackers"]

@@ -34,7 +34,7 @@ def _check_optimizers(model, optimizers):
     for opt in optimizers:
         if not isinstance(opt, Optimizer):
             raise TypeError(
-                f"`optimizer` is a {type(opt).__name__}: expected one of torch.optim "
+                f"`optimizer` is a {type(opt).__name__}: expected a torch.optim optimizer "
                 "(a fastai Learner has to_fp16() and to_bf16())"
             )
         if "masters" in vars(opt):
@@ -54,37 +54,37 @@ def _check_optimizers(model, optimizers):
 def _check_model(model):
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
-            "`model` is a DistributedDataParallel: give the model inside, and call "
-            "DistributedDataParallel on the model that with_masters returns"
+            "`model` is a DistributedDataParallel: pass the model inside, and wrap the "
+            "model that with_masters returns in DistributedDataParallel"
         )
     for m in sharded_modules(model).values():
         m.reshard()
 
 # %% ../nbs/09_optimizer.ipynb #ff4bd33d
 def with_masters(
-    model: nn.Module,  # in float32; cast to `dtype` in place, its weights become the masters
+    model: nn.Module,  # in float32; cast to `dtype` in place; its weights become the masters
     *optimizers: Optimizer,  # over its parameters; new or already used
-    dtype: torch.dtype | str = torch.float16,  # of the model; or a name, such as "bf16"
-    flat_master: bool = False,  # masters in a few long vectors, not one per parameter
+    dtype: torch.dtype | str = torch.float16,  # of the model; or a name such as "bf16"
+    flat_master: bool = False,  # masters in a few long vectors instead of one per parameter
     keep_fp32: type | str | Iterable[type | str] = (),  # kept in float32: types, names, globs
     autocast: bool = True,  # the forward pass runs under torch.autocast; False: all in 16 bits
     native: bool = False,  # use a CPU's 16-bit kernels even if they are slow
     store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 extra bytes, exact
     state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
-    half_grads: bool = False,  # flat: gradients stay in 16 bits, and scaled, until the step
+    half_grads: bool = False,  # flat: gradients stay scaled and in 16 bits until the step
     skip_nonfinite: bool = True,  # without a loss scale: skip a step with inf or nan
 ) -> tuple:  # the model and each of `optimizers`: the same objects
     """Cast `model` to 16 bits and make `optimizers` step float32 masters of its parameters.
 
     Call it before `DistributedDataParallel`, after `fully_shard`, whose float32 shards are the
     masters and are not cast, and before or after `torch.compile`. With
-    `dtype=torch.float32` no number changes. `opt.masters` owns the masters: its `shown()` swaps
+    `dtype=torch.float32` no result changes. `opt.masters` owns the masters: its `shown()` swaps
     them in, `restore()` ends mixed precision, `skipped` lists skipped steps.
-    With `store_param_remainders` (the name in Apex, Megatron-LM and TransformerEngine) weights are
+    With `store_param_remainders` (the name in Apex, Megatron-LM and TransformerEngine), weights are
     rounded half up instead of half to even. `state_dtype={"exp_avg": torch.bfloat16}` rounds a
-    state after each step; files contain float32. With `half_grads` clipping gets scaled 16-bit
+    state after each step; files contain float32. With `half_grads`, clipping gets scaled 16-bit
     gradients, and a step takes the gradients of one backward pass.
-    Raises: TypeError, ValueError, MixedPrecisionError; nothing is changed then.
+    Raises: TypeError, ValueError, MixedPrecisionError; in that case nothing is changed.
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740
     """
     settings: Any = dict(dtype=dtype, flat_master=flat_master, keep_fp32=keep_fp32)
@@ -102,8 +102,8 @@ def with_masters(
         masters = mixed.masters
     elif masters.policy != policy:
         raise ValueError(
-            f"the model has masters of other settings already, {masters.policy}: call "
-            "opt.masters.restore() first, or give the same settings"
+            f"the model already has masters with other settings, {masters.policy}: call "
+            "opt.masters.restore() first, or pass the same settings"
         )
     try:
         for opt in optimizers:

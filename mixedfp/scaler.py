@@ -36,7 +36,7 @@ from .sharded import agree, groups_of, is_sharded, local_parts
 
 # %% ../nbs/06_scaler.ipynb #f77c3d7e
 class ScaleRecord:
-    "The scale of each step, 4 bytes each, and the numbers of the skipped steps."
+    "The scale of each step, 4 bytes each, and the indices of the skipped steps."
 
     def __init__(self):
         self.kept = array("f")
@@ -79,13 +79,13 @@ def _multiply_(optimizer, factor):
 
 @torch.no_grad()
 def _unscale(optimizer, scale, watched):
-    "Divide the gradients by `scale`; return whether one has inf or nan, `watched`, the new scale."
+    "Unscale the gradients; return whether any is nonfinite, any `watched` set, and the new scale."
     params = _params(optimizer)
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
         is_narrow = p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16)
-        if is_narrow and p.grad_dtype is None:  # of a model with masters
+        if is_narrow and p.grad_dtype is None:  # it belongs to a model with masters
             p.grad = p.grad.float()
     grads = [p.grad for p in params if p.grad is not None]
     if any(g.dtype is torch.float16 for g in grads):
@@ -101,22 +101,22 @@ def _unscale(optimizer, scale, watched):
 
 def any_nonfinite(
     grads: list[Tensor],  # dense or sparse; multiplied in place
-    factor: float = 1.0,  # 1 for a check only: the unscaling kernel is also the fastest check
+    factor: float = 1.0,  # 1 to only check: the unscaling kernel is also the fastest check
 ) -> bool:
-    "Whether one of `grads` contains inf or nan. Sync: one read per device."
+    "Return whether any of `grads` contains inf or nan. Sync: one read per device."
     return _check(grads, factor, ())[0]
 
 
 @torch.no_grad()
 def _check(grads, factor, watched):
-    "Return whether one of `grads` is not finite, and one of `watched`, (), not 0: in one read."
+    "Return whether any of `grads` is nonfinite, and any of `watched`, (), is not 0, in one read."
     kinds, flags, norms = defaultdict(list), defaultdict(list), defaultdict(list)
     for g in grads:
         is_usual = type(g) is Tensor and not (g.is_sparse or g.is_complex())
         for part in (g,) if is_usual else _for_kernel(g):
             kinds[part.device, part.dtype].append(part)
     for (device, dtype), parts in kinds.items():
-        if dtype == torch.bfloat16 and device.type == "cuda":  # the kernel has no bfloat16 there
+        if dtype == torch.bfloat16 and device.type == "cuda":  # not supported by the kernel
             if factor != 1:
                 torch._foreach_mul_(parts, factor)
             norms[device] += private.norm_of_each(parts, math.inf, torch.float32)
@@ -159,7 +159,7 @@ def _agreed(found, params):
 
 # %% ../nbs/06_scaler.ipynb #77ee06fc
 def nonfinite_names(optimizer: Any) -> list[str]:
-    "Return the names of `optimizer`'s parameters with inf or nan in gradients. Sync: for each."
+    "Return the names of `optimizer`'s parameters with inf or nan gradients. Sync: one for each."
     return _names(optimizer, lambda g: not is_finite(g))
 
 
@@ -175,7 +175,7 @@ def _names(optimizer, is_wanted):
 
 def _some(names):
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more or "parameters whose gradients are cleared by now"
+    return ", ".join(names[:3]) + more or "parameters whose gradients have been cleared"
 
 
 def _hopeless(n, at, optimizers, fix):
@@ -188,7 +188,7 @@ def _hopeless(n, at, optimizers, fix):
 
 @torch.no_grad()
 def is_finite(grad: Tensor) -> bool:
-    "Whether `grad` contains neither inf nor nan. Sync: two numbers."
+    "Return whether `grad` contains neither inf nor nan. Sync: two numbers."
     return all(math.isfinite(v) for g in _for_kernel(grad) if g.numel() for v in g.aminmax())
 
 # %% ../nbs/06_scaler.ipynb #a4c10b13
@@ -226,9 +226,9 @@ _NO_SCALE_HELPS = "No loss scale fixes this: train in bfloat16, or check"
 class Verdict(NamedTuple):
     "The decision about one step of one optimizer."
 
-    found_inf: bool  # a gradient is inf or nan: the step is skipped
-    inv_scale: float | None = None  # the gradients are still to be multiplied by it
-    is_written: bool | None = None  # on a GPU: other code wrote weights; None: not compared
+    found_inf: bool  # whether a gradient is inf or nan; if so, the step is skipped
+    inv_scale: float | None = None  # the gradients must still be multiplied by it
+    is_written: bool | None = None  # on a GPU: whether other code wrote weights; None: not checked
 
 
 class _Progress(NamedTuple):
@@ -240,12 +240,12 @@ class _Progress(NamedTuple):
 
 
 class _Iteration(NamedTuple):
-    "One iteration, which counts as one step of the training."
+    "One iteration, which counts as one training step."
 
     scale: float  # of all its losses
-    is_scaled: bool = True  # its losses go through `scale`
+    is_scaled: bool = True  # whether its losses go through `scale`
     found: bool | None = None  # whether a gradient was inf or nan; None: nothing was checked
-    start: _Progress | None = None  # before the first `update`; None: it is not counted yet
+    start: _Progress | None = None  # before the first `update`; None: not counted yet
 
 
 class _Gradients(NamedTuple):
@@ -264,7 +264,7 @@ class Guarded(functools.partial):
 class LossScaler(GradScaler):
     """An extended `torch.amp.GradScaler`: 16-bit gradients neither flush to zero nor overflow.
 
-    It adds bounds, a constant mode that still checks, repeated calls of `unscale_`, steps with a
+    It adds bounds, a constant mode that still checks, repeated calls to `unscale_`, steps with a
     closure, layer scales (`layers`), a record (`scales`, `skipped`), and an error that names
     parameters after `max_skips` skips in a row.
     Raises: TypeError, ValueError for wrong settings; MixedPrecisionError from `update`.
@@ -274,17 +274,17 @@ class LossScaler(GradScaler):
 
     def __init__(
         self,
-        device: str | torch.device | None = None,  # unused: the scale is a Python number
+        device: str | torch.device | None = None,  # ignored: the scale is a Python number
         init_scale: float = 2.0**16,  # > 0; torch's default
         growth_factor: float = 2.0,  # > 1
         backoff_factor: float = 0.5,  # between 0 and 1
         growth_interval: int = 2000,  # steps without a skip, > 0
         enabled: bool = True,  # False: every method is a pass-through
         *,
-        dynamic: bool = True,  # False: the scale stays `init_scale`, steps are still checked
+        dynamic: bool = True,  # False: the scale stays at `init_scale`; steps are still checked
         min_scale: float = 1.0,  # of a dynamic scale; below 1 it would cause underflow
         max_scale: float = 2.0**24,  # of a dynamic scale
-        max_skips: int = 30,  # in a row; 24 lead from the upper bound to the lower
+        max_skips: int = 30,  # in a row; 24 take the scale from the upper bound to the lower
         layers: Any = None,  # a `LayerwiseGradientScaler`, called in each iteration
     ):
         enabled, dynamic = check_flag("enabled", enabled), check_flag("dynamic", dynamic)
@@ -306,7 +306,7 @@ class LossScaler(GradScaler):
         self._begin_layers()
 
     scales = property(lambda self: self.record.scales, doc="The scale of each step so far.")
-    skipped = property(lambda self: self.record.skipped, doc="The skipped steps, from 0.")
+    skipped = property(lambda self: self.record.skipped, doc="The skipped steps, counted from 0.")
     n_skipped = property(lambda self: len(self.skipped), doc="The number of skipped steps.")
 
     @property
@@ -328,9 +328,9 @@ class LossScaler(GradScaler):
             self.layers.scale()
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a loss, or those in a list, tuple or dict, by the scale of this iteration.
+        """Multiply a loss, or the losses in a list, tuple or dict, by the scale of this iteration.
 
-        Existing gradients are rescaled to it. Raises: ValueError without a tensor.
+        Existing gradients are rescaled to it. Raises: ValueError if there is no tensor.
         """
         if not self.is_enabled():
             return outputs
@@ -369,12 +369,12 @@ class LossScaler(GradScaler):
         self._check(optimizer, _look if self.only_checks else _unscale)
 
     def check(self, optimizer: Optimizer) -> bool:
-        "Whether the gradients of `optimizer` are finite; they stay scaled. Sync: one number."
+        "Return whether `optimizer`'s gradients are finite; they stay scaled. Sync: one number."
         self._check(optimizer, _look)
         return not self.found_nonfinite(optimizer)
 
     def look(self, optimizer: Any) -> Verdict:
-        "Decide about the step of `optimizer`, once per iteration; `half_grads` stay scaled."
+        "Decide whether `optimizer` skips its step, once per iteration; `half_grads` stay scaled."
         known = self.known_of(optimizer)
         if known.found is None and self.is_enabled():
             masters = getattr(optimizer, "masters", None)
@@ -385,7 +385,7 @@ class LossScaler(GradScaler):
         return Verdict(bool(known.found), inv_scale, known.is_written)
 
     def known_of(self, optimizer: Any) -> _Gradients:
-        "Return the scale and the check of the gradients of `optimizer`."
+        "Return the scale and the check result of the gradients of `optimizer`."
         known = self._known.get(optimizer)
         return _Gradients(self.used_scale) if known is None else known
 
@@ -403,11 +403,11 @@ class LossScaler(GradScaler):
         self._known[optimizer] = known._replace(found=found, scale=scale, is_written=is_written)
 
     def found_nonfinite(self, optimizer: Any) -> bool:
-        "Whether the last check of the gradients of `optimizer` found inf or nan."
+        "Return whether the last check of the gradients of `optimizer` found inf or nan."
         return optimizer in self._known and bool(self._known[optimizer].found)
 
     def adopt(self, optimizer: Any, scale: float = 1.0, found: bool | None = None) -> None:
-        "Treat the gradients of `optimizer` as multiplied by `scale`; `found`: others checked them."
+        "Treat the gradients of `optimizer` as multiplied by `scale`; `found`: from another check."
         self._known[optimizer] = _Gradients(scale, found)
 
     def release(self, optimizer: Any) -> None:
@@ -416,7 +416,7 @@ class LossScaler(GradScaler):
         self._known.pop(optimizer, None)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients unless `unscale_` has, and step if they are finite.
+        """Unscale the gradients unless `unscale_` already has, and step if they are finite.
 
         Returns the result of the optimizer's `step`, or True; False for a skipped step. A closure
         scales its loss and returns the true one; if it overflows, the whole step is undone.
@@ -438,7 +438,7 @@ class LossScaler(GradScaler):
             done = False if found else self._step_once(optimizer, *args, **kwargs)
         self._known[optimizer] = self.known_of(optimizer)._replace(has_stepped=True)
         if self.found_nonfinite(optimizer):
-            private.count_as_stepped(optimizer)  # else a schedule warns of a missing step
+            private.count_as_stepped(optimizer)  # otherwise a schedule warns about a missing step
             if masters is not None:
                 masters.skip()
         return True if done is None else done
@@ -446,7 +446,7 @@ class LossScaler(GradScaler):
     def _step_once(self, optimizer, *args, **kwargs):
         if hasattr(optimizer, "masters") or not private.unscales_by_itself(optimizer):
             return optimizer.step(*args, **kwargs)
-        # PyTorch's protocol: the divisor that remains, and the result of the check
+        # PyTorch's protocol: the remaining divisor and the result of the check
         optimizer.grad_scale = None
         optimizer.found_inf = torch.zeros((), device=_params(optimizer)[0].device)
         try:
@@ -459,7 +459,7 @@ class LossScaler(GradScaler):
         with nullcontext() if masters is None else masters.shown():
             undo = Undo(_params(optimizer), optimizer)
         try:
-            if self.n_scaled and self.look(optimizer).found_inf:  # by a `backward` before, as SAM's
+            if self.n_scaled and self.look(optimizer).found_inf:  # an earlier `backward`, as in SAM
                 raise FoundInf
             return optimizer.step(Guarded(self._evaluate, optimizer, closure))
         except FoundInf:
@@ -468,7 +468,7 @@ class LossScaler(GradScaler):
             return False
 
     def step_alone(self, optimizer: Any, closure: Any) -> Any:
-        "Do an iteration of one step with a closure whose loss is not scaled."
+        "Run an iteration of one step with a closure whose loss is not scaled."
         self.open(optimizer)
         done = self.step(optimizer, closure)
         self.update()
@@ -560,8 +560,8 @@ class LossScaler(GradScaler):
         return state
 
     def check_state(self, state_dict: Mapping) -> None:
-        "Check a state for `load_state_dict`. Raises: TypeError, ValueError for a wrong one."
-        if not self.is_enabled() or self.only_checks:  # whose scale stays 1
+        "Check a state for `load_state_dict`. Raises: TypeError, ValueError if it is invalid."
+        if not self.is_enabled() or self.only_checks:  # the scale stays 1
             return
         wanted = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
         missing = [k for k in wanted if k not in state_dict]
@@ -575,9 +575,9 @@ class LossScaler(GradScaler):
         check_steps("growth_interval", state_dict["growth_interval"])
 
     def load_state_dict(self, state_dict: Mapping) -> None:
-        """Continue from the state of a `LossScaler` or `GradScaler`, its scale within the bounds.
+        """Load the state of a `LossScaler` or `GradScaler`; the scale is clamped to the bounds.
 
-        Raises: TypeError, ValueError for a wrong state; nothing is changed then.
+        Raises: TypeError, ValueError for an invalid state, before anything is changed.
         """
         self.check_state(state_dict)
         if self.is_enabled() and not self.only_checks:

@@ -29,7 +29,7 @@ def is_sharded(t: Any) -> bool:
 def local_parts(
     grad: Tensor,  # a `DTensor`
 ) -> list[Tensor]:  # this process's part, not copied; then the sum, if `grad` is partial
-    "Return the tensors to check in this process for `grad`. Sync: pending sums are computed."
+    "Return the tensors that this process checks for `grad`. Sync: pending sums are computed."
     parts = [grad.to_local()]
     if any(place.is_partial() for place in grad.placements):
         parts.append(grad.full_tensor())
@@ -51,7 +51,7 @@ def groups_of(
 
 
 def agree(
-    found: Tensor,  # (), above 0 if this process has found inf or nan; changed in place
+    found: Tensor,  # (), above 0 if this process found inf or nan; changed in place
     groups: list[Any],  # from `groups_of`
 ) -> Tensor:  # `found`, now above 0 if it was in any process
     "Make `found` the same in all processes of `groups`. Sync: the groups wait for each other."
@@ -69,7 +69,7 @@ def sharded_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def has_shards(model: nn.Module) -> bool:
-    "Whether parameters of `model` are `DTensor`s, even if they are gathered right now."
+    "Return whether `model` has `DTensor` parameters, even if they are currently gathered."
     return bool(sharded_modules(model)) or any(map(is_sharded, model.parameters()))
 
 # %% ../nbs/03_sharded.ipynb #5ha4d002
@@ -80,7 +80,7 @@ def check_settings(
     policy: Any,  # a `Policy`
     layer_scales: Any = None,
 ) -> None:
-    "Refuse settings that need whole weights. Raises: MixedPrecisionError."
+    "Reject settings that need unsharded weights. Raises: MixedPrecisionError."
     used = [name for name in _WHOLE if getattr(policy, name)]
     if used := used + ["layer_scales"] * (layer_scales is not None):
         raise MixedPrecisionError(
@@ -93,7 +93,7 @@ def check_shards(
     model: nn.Module,  # with `DTensor`s
     policy: Any,  # a `Policy`
 ) -> None:
-    "Check the policies of FSDP2. Raises: MixedPrecisionError with the line to write."
+    "Check the FSDP2 policies. Raises: MixedPrecisionError with the line to write."
     dtype = policy.dtype
     line = f"mp_policy=MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
     modules = sharded_modules(model)
@@ -146,11 +146,11 @@ def gathered(
 
 def cut_like(
     whole: Tensor,  # the same in each process
-    like: Any,  # a `DTensor` of the same shape; any other is ignored
+    like: Any,  # a `DTensor` of the same shape; anything else is ignored
 ) -> Tensor:
-    "Return a copy of this process's part of `whole`, placed as `like` is. Sync: none."
+    "Return a copy of this process's part of `whole`, with the placement of `like`. Sync: none."
     if not is_sharded(like) or whole.shape != like.shape:
         return whole.clone()
     cut = sys.modules["torch.distributed.tensor"].distribute_tensor
     part = cut(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return part.clone()  # one that is replicated would be `whole` itself
+    return part.clone()  # a replicated part would be `whole` itself

@@ -33,7 +33,7 @@ class AutocastForward(WrappedForward):
     def __init__(
         self,
         module: nn.Module,  # its `forward` is replaced
-        dtype: torch.dtype,  # to compute in
+        dtype: torch.dtype,  # of the computation
     ):
         super().__init__(module)
         self.dtype = dtype
@@ -47,7 +47,7 @@ class AutocastForward(WrappedForward):
 
 # %% ../nbs/13_skorch.ipynb #bc870735
 class MixedBatch(TorchFunctionMode):
-    """One batch under a loss scale: in it `backward` scales, and `step` unscales or skips.
+    """One batch with loss scaling: inside, `backward` scales, and `step` unscales or skips.
 
     Raises: MixedPrecisionError after too many skips in a row.
     Sync: a step reads one number from the device.
@@ -56,8 +56,8 @@ class MixedBatch(TorchFunctionMode):
     def __init__(
         self,
         scaler: LossScaler,
-        optimizers: Iterable[Optimizer],  # all that may step
-        modules: Iterable[nn.Module] = (),  # a skip restores their buffers
+        optimizers: Iterable[Optimizer],  # every optimizer that can step
+        modules: Iterable[nn.Module] = (),  # their buffers are restored on a skip
     ):
         super().__init__()
         self.scaler, self.optimizers = scaler, list(optimizers)
@@ -89,7 +89,7 @@ class MixedBatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def scale(self, loss: Tensor) -> Tensor:
-        "Scale `loss`, unless the caller has."
+        "Scale `loss`, unless the caller has already."
         if self.scaler.n_scaled == self.n_scaled:
             self.update()
             loss = self.scaler.scale(loss)
@@ -108,7 +108,7 @@ class MixedBatch(TorchFunctionMode):
             self.has_stepped, self.n_scaled = False, 0
 
     def step(self, optimizer, own_step, closure=None) -> Any:
-        "Step with true gradients, or skip. The scaler calls `optimizer.step`: this runs twice."
+        "Step with true gradients, or skip. Runs twice, as the scaler calls `optimizer.step`."
         if self.is_stepping:
             return own_step() if closure is None else own_step(closure)
         if closure is not None and evaluates_once(optimizer):
@@ -116,7 +116,7 @@ class MixedBatch(TorchFunctionMode):
             closure = None
         if closure is None and not self.scaler.n_scaled:
             warn_once(
-                "the gradients come from a loss without scale, so float16 may have flushed them "
+                "the gradients come from an unscaled loss, so float16 may have flushed them "
                 "to 0: call loss.backward(), or backward on net.grad_scaler_.scale(loss)"
             )
             return own_step()
@@ -133,7 +133,7 @@ class MixedBatch(TorchFunctionMode):
 
 # %% ../nbs/13_skorch.ipynb #09fca47c
 class _SavedScale:
-    "The state of a loss scaler in a file, together with that of an optimizer if there is one."
+    "The saved state of a loss scaler, together with the optimizer's if there is one."
 
     def __init__(self, scaler, optimizer=None):
         self.scaler, self.optimizer = scaler, optimizer
@@ -195,7 +195,7 @@ class _Components:
         return policy if is_on else None
 
     def _model(self):
-        "Return the module; if there are several, all of them in a ModuleDict."
+        "Return the module, or a ModuleDict if there are several."
         parts = {name: getattr(self, name + "_", None) for name in self._modules}
         parts = {k: uncompiled(m) for k, m in parts.items() if isinstance(m, nn.Module)}
         return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
@@ -249,7 +249,7 @@ class _Components:
             self._make_masters()
 
     def __setstate__(self, state: dict) -> None:
-        """Load a pickle, and make masters of its float32 module."""
+        """Load a pickle, and create masters for its float32 module."""
         super().__setstate__(state)
         if vars(self).get("initialized_"):
             self._make_masters()
@@ -337,7 +337,7 @@ class _Batches:
             return super().infer(x, **fit_params)
 
     def notify(self, method_name: str, **cb_kwargs) -> None:
-        """Call callbacks, `on_grad_computed` with true gradients."""
+        """Call the callbacks; `on_grad_computed` gets true gradients."""
         if method_name == "on_grad_computed" and self.batch_ is not None:
             self.batch_.unscale()
         super().notify(method_name, **cb_kwargs)

@@ -48,25 +48,25 @@ from mixedfp.torch_private import (
 # %% ../nbs/08_step.ipynb #190bbcfc
 def guard_of(
     policy: Policy,
-    **settings: Any,  # of `LossScaler`, such as `max_skips`
+    **settings: Any,  # passed to `LossScaler`, such as `max_skips`
 ) -> LossScaler:
-    "Return the scaler that only checks, for steps without a loss scale."
+    "Return a scaler that only checks, for steps without a loss scale."
     enabled = policy.dtype.itemsize == 2 and policy.skip_nonfinite
     return LossScaler(init_scale=1.0, dynamic=False, enabled=enabled, **settings)
 
 
 class MasterStep:
-    """Replaces the `step` of an optimizer until `remove` is called, and steps the float32 masters.
+    """Replaces an optimizer's `step`, until `remove` is called, to step the float32 masters.
 
-    It skips steps with inf or nan in the gradients (`policy.skip_nonfinite`): its `guard` decides,
-    or the gradient scaler that steps the optimizer.
+    It skips steps with inf or nan in the gradients (`policy.skip_nonfinite`), as decided by its
+    `guard` or by the gradient scaler that steps the optimizer.
     Raises: MixedPrecisionError for settings that need an element-wise optimizer.
     Sync: one number per step if gradients are checked.
     """
 
     def __init__(
         self,
-        opt: Any,  # an optimizer of torch.optim or fastai over parameters of the model
+        opt: Any,  # a torch.optim or fastai optimizer over parameters of the model
         masters: Masters,  # the masters of the model, and the snapshot of its buffers
     ):
         self.opt, self.core, self.masters = opt, core_of(opt), masters
@@ -84,16 +84,16 @@ class MasterStep:
             if getattr(policy, name) and not takes_chunks:
                 raise MixedPrecisionError(
                     f"{name} needs an optimizer that is stepped in chunks, such as AdamW or SGD: "
-                    f"{type(self.core).__name__} is stepped one parameter after the other"
+                    f"{type(self.core).__name__} is stepped one parameter at a time"
                 )
         if policy.flat_master:
             lay_out(self.masters, param_lists(self.core))
         return ChunkLoop(self.core, self.masters) if takes_chunks else None
 
     def _takes_chunks(self, policy):
-        "Whether the optimizer is stepped in chunks."
-        # a fused kernel takes all parameters at once, and needs no gathered gradients; a CPU's
-        # rounds the last numbers of a tensor in its own way, so that chunks have other bits
+        "Return whether the optimizer is stepped in chunks."
+        # a fused kernel processes all parameters at once and needs no gathered gradients; a CPU's
+        # rounds the last numbers of a tensor differently, so chunks would give different bits
         is_fused = any(g.get("fused") for g in getattr(self.core, "param_groups", ()))
         is_cut = policy.half_grads or policy.store_param_remainders or policy.state_dtype
         return is_elementwise(self.core) and (not is_fused or bool(is_cut))
@@ -122,7 +122,7 @@ class MasterStep:
         for state in self.core.state.values():
             state.update(self._exported(state))
         self.masters.steps.remove(self)
-        self.loop = None  # its vectors are freed at once
+        self.loop = None  # frees its vectors at once
 
     def _on_masters(self, method):
         def call(*args, **kwargs):
@@ -133,18 +133,18 @@ class MasterStep:
 
     @property
     def on_gpu(self) -> bool:
-        "Whether parameters are on a GPU now, by the first and the last of each group."
+        "Whether parameters are on a GPU now, judging by the first and last of each group."
         return any(p.is_cuda for ps in param_lists(self.core) if ps for p in (ps[0], ps[-1]))
 
     def _members(self):
         return self.masters.members(p for ps in param_lists(self.core) for p in ps)
 
     def shown(self, compare: bool = True) -> Any:
-        "Swap the masters of this optimizer's parameters in while a block runs."
+        "Swap in the masters of this optimizer's parameters while a block runs."
         return self.masters.shown(self._members(), compare)
 
     def differences(self) -> list[Tensor]:  # (); a scaler reads them with its check
-        "Return numbers that are not 0 if other code wrote a weight on a GPU. Sync: none."
+        "Return numbers that are nonzero if other code wrote to a weight on a GPU. Sync: none."
         return self.masters.differences(self._members())
 
     # --- the step ---
@@ -172,7 +172,7 @@ class MasterStep:
         return done if loss is None else loss
 
     def _decide(self):
-        "Return the verdict, and whether this step is an iteration of its own."
+        "Return the verdict and whether this step is a whole iteration by itself."
         guard, given = self.guard, vars(self.core)
         if given.get("found_inf") is not None:  # PyTorch's scaler has decided
             flag, scale = given["found_inf"].view(()), given.get("grad_scale")
@@ -261,7 +261,7 @@ class MasterStep:
         return {k: as_own_storage(v) if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def state_dict(self) -> dict:
-        "Return the optimizer's state per parameter of the model, in float32."
+        "Return the optimizer's state for each parameter of the model, in float32."
         found = self.raw["state_dict"]() | {k: o.state_dict() for k, o in self.extras.items()}
         if self.loop is None:
             return found
@@ -296,14 +296,14 @@ class MasterStep:
 
 _REPLACED = "step", "state_dict", "load_state_dict", "__reduce_ex__", "masters", "master_step"
 _NO_SCALE = (
-    "a float16 model is trained without a loss scale: gradients below 6e-8 become 0. "
+    "a float16 model is being trained without a loss scale: gradients below 6e-8 become 0. "
     "Use mixedfp.scaler.LossScaler, scaler.scale(loss).backward() and "
     "scaler.step(optimizer), or train in bfloat16"
 )
 
 
 def _bound(core, call):
-    "Bind `call` to `core`, as schedules and Dynamo need it."
+    "Bind `call` to `core` in the form that schedules and Dynamo need."
 
     @as_known_to_schedules
     @outside_of_dynamo
@@ -324,13 +324,13 @@ class MixedStep:
     def __init__(
         self,
         policy: Policy,
-        scaler: LossScaler | None = None,  # default: dynamic for float16, else it only checks
+        scaler: LossScaler | None = None,  # default: dynamic for float16, else one that only checks
         layer_scales: Mapping[str, float] | str | None = None,  # by layer name, or "auto"
     ):
         if not isinstance(scaler, LossScaler | None):
             raise TypeError(f"`scaler` is {scaler!r}: expected a mixedfp.scaler.LossScaler or None")
         if getattr(scaler, "layers", None) is not None:
-            raise ValueError("`scaler` has `layers` of its own: give their scales as layer_scales=")
+            raise ValueError("`scaler` already has `layers`: pass their scales as layer_scales=")
         self.policy, self.layer_scales = policy, _checked_scales(layer_scales)
         if scaler is None:
             scaler = LossScaler() if policy.dtype == torch.float16 else guard_of(policy)
@@ -342,7 +342,7 @@ class MixedStep:
 
     @property
     def is_attached(self) -> bool:
-        "Whether there is a model with masters."
+        "Whether a model with masters is attached."
         return self._masters is not None
 
     @property
@@ -359,7 +359,7 @@ class MixedStep:
 
     def attach(
         self,
-        model: nn.Module,  # in float32; cast in place. May be wrapped in DDP or torch.compile
+        model: nn.Module,  # in float32; cast in place. Can be wrapped in DDP or torch.compile
     ) -> None:
         "Cast `model` to 16 bits, or adopt changes since the last call. Raises: as `Masters`."
         ddp = model if isinstance(model, DistributedDataParallel) else None
@@ -367,7 +367,7 @@ class MixedStep:
         if self._masters is not None and not self._has(model):
             self.detach()
         for m in sharded_modules(model).values():
-            m.reshard()  # validation leaves the parameters of the model itself gathered
+            m.reshard()  # validation leaves the root module's own parameters gathered
         if self._masters is None:
             if has_shards(model):
                 check_settings(self.policy, self.layer_scales)
@@ -389,7 +389,7 @@ class MixedStep:
 
     def wrap(
         self,
-        opt: Any,  # an optimizer of torch.optim or fastai over parameters of the model
+        opt: Any,  # a torch.optim or fastai optimizer over parameters of the model
     ) -> MasterStep:
         "Make `opt` step the masters. Raises: MixedPrecisionError if it cannot."
         if self.opt is None or self.opt.opt is not opt:
@@ -447,7 +447,7 @@ class MixedStep:
             raise
 
     def detach(self) -> None:
-        "Restore model and optimizer to float32; the weights equal the masters, bit for bit."
+        "Restore the model and optimizer to float32; the weights equal the masters, bit for bit."
         if self._masters is not None:
             if self.opt is not None:  # gradients of an unfinished accumulation may exist
                 self.scaler.release(self.opt.core)
@@ -462,7 +462,7 @@ class MixedStep:
 
 
 def _refuse_others(opt, args, kwargs):
-    "Refuse the step of an optimizer without masters over 16-bit weights that have them."
+    "Refuse to let an optimizer without masters step 16-bit weights that have them."
     for group in () if "masters" in vars(opt) else opt.param_groups:
         for p in group["params"]:
             owner = owner_of(p)
@@ -493,7 +493,7 @@ def _checked_scales(scales):
     elif scales is not None and scales != "auto":
         error = ValueError if isinstance(scales, str) else TypeError
         raise error(
-            f"`layer_scales` is {scales!r}: expected a dict from names of layers to scales, "
+            f"`layer_scales` is {scales!r}: expected a dict from layer names to scales, "
             "'auto' or None"
         )
     return scales

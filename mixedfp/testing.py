@@ -30,12 +30,12 @@ def _ordered_bits(x):
 # %% ../nbs/01_testing.ipynb #424d6f1b
 @contextmanager
 def expect_fail(
-    error: type[BaseException],  # the expected type, or a parent of it
-    contains: str,  # a part of the message
+    error: type[BaseException],  # the expected type, or a base class of it
+    contains: str,  # a substring of the message
 ) -> Iterator[None]:
     """Pass only if the block raises `error` with this message; print the message.
 
-    Raises: AssertionError if nothing is raised, or an error with another message.
+    Raises: AssertionError if nothing is raised, or if the message is different.
     """
     try:
         yield
@@ -133,7 +133,7 @@ def assert_same(
 ) -> None:
     """Assert that `a` and `b` have the same structure, dtypes, shapes, devices and values.
 
-    Raises: AssertionError with path and kind of the first difference; ValueError for `ulps`;
+    Raises: AssertionError with the path and kind of the first difference; ValueError for `ulps`;
     TypeError for iterators, arrays and sparse tensors. Sync: one for each pair of tensors.
     """
     if type(ulps) is not int or ulps < 0:
@@ -158,11 +158,11 @@ def linear_model(
 
 # %% ../nbs/01_testing.ipynb #4568ab41
 def tiny_net(
-    seed: int = 0,  # >= 0; of the initial weights
+    seed: int = 0,  # >= 0; for the initial weights
 ) -> nn.Sequential:  # float32, CPU, training mode; (n, 3, 8, 8) to (n, 2)
     """Return a convolution, BatchNorm, ReLU and linear layer: 250 parameters."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs
         layers: OrderedDict[str, nn.Module] = OrderedDict(
             conv=nn.Conv2d(3, 8, 3, bias=False),
             norm=nn.BatchNorm2d(8),
@@ -175,8 +175,8 @@ def tiny_net(
 
 
 def tiny_batch(
-    n: int = 8,  # examples, > 0; every second one is in class 1
-    seed: int = 0,  # >= 0; of the pixels
+    n: int = 8,  # examples, > 0; every other one is in class 1
+    seed: int = 0,  # >= 0; for the pixels
 ) -> tuple[Tensor, Tensor]:  # x: (n, 3, 8, 8), float32; y: (n,), int64, 0 or 1
     """Return a batch of inputs and targets for `tiny_net` and cross entropy."""
     y = torch.arange(n) % 2

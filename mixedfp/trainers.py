@@ -30,32 +30,32 @@ from .step import MixedStep
 
 # %% ../nbs/15_trainers.ipynb #f15a0025
 class _Setup(NamedTuple):
-    "The settings of the masters of a trainer, and its loss scaler."
+    "The settings of a trainer's masters, and its loss scaler."
 
     settings: dict[str, Any]  # of `with_masters`
-    scaler: LossScaler  # enabled in float16 only: otherwise the guard of each optimizer checks
+    scaler: LossScaler  # enabled only in float16: otherwise each optimizer's guard checks
 
     @classmethod
     def of(cls, dtype, scaler, settings) -> "_Setup":
-        "Check the arguments of a user."
+        "Check the user's arguments."
         policy = Policy(dtype=dtype, **settings)
         is_fp16 = policy.dtype == torch.float16
         if is_fp16 and policy.half_grads:
             raise MixedPrecisionError(
                 "half_grads=True in float16 keeps gradients scaled until the step, but a trainer "
-                "clips and logs them before. Use bfloat16, or leave half_grads out"
+                "clips and logs them earlier. Use bfloat16, or omit half_grads"
             )
         return cls({**settings, "dtype": policy.dtype}, scaler or LossScaler(enabled=is_fp16))
 
     def attach(self, model, optimizers):
-        "Make masters for `optimizers` to step, or, without any, to evaluate in 16 bits."
+        "Create masters for `optimizers` to step; without optimizers, to evaluate in 16 bits."
         if optimizers:
             with_masters(model, *optimizers, **self.settings)
         elif any(p.requires_grad for p in model.parameters()):
             MixedStep(Policy(**self.settings)).attach(model)
 
     def logs(self, models) -> dict[str, float]:
-        "Return the loss scale, in float16, and the number of skipped steps, in 16 bits."
+        "Return the loss scale (in float16) and the number of skipped steps (in 16 bits)."
         if self.settings["dtype"] == torch.float32:
             return {}
         scale = {"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}
@@ -64,7 +64,7 @@ class _Setup(NamedTuple):
 
 
 def _own(optimizer):
-    "Return the user's optimizer, around which Lightning and Accelerate put wrappers."
+    "Return the user's optimizer, which Lightning and Accelerate wrap."
     trainers = "lightning", "pytorch_lightning", "accelerate"
     while type(optimizer).__module__.startswith(trainers) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -72,7 +72,7 @@ def _own(optimizer):
 
 
 def _model_of(optimizer, models):
-    "Return the one of `models` that holds the first parameter of `optimizer`."
+    "Return the model among `models` that has the first parameter of `optimizer`."
     first = optimizer.param_groups[0]["params"][0]
     for model in models:
         if any(p is first for p in model.parameters()):
@@ -89,17 +89,17 @@ _PACKAGES = "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "light
 
 @cache
 def _as_plugin(cls, *packages):
-    "Return a subclass of `cls` and of the `Precision` of each of `packages`."
+    "Return a subclass of `cls` and of the `Precision` class of each package."
     found = [importlib.import_module(f"{name}.plugins.precision.precision") for name in packages]
     return type(cls.__name__, (cls, *(m.Precision for m in found)), {"__module__": cls.__module__})
 
 
 class MastersPrecision:
-    """A precision plugin of Lightning: 16-bit weights with float32 masters.
+    """A precision plugin for Lightning: 16-bit weights with float32 masters.
 
-    A `Trainer` makes the masters after `configure_optimizers`, and restores the float32 model at
-    the end of a fit, test or prediction. In Fabric a model has masters from its first forward pass.
-    Raises: as `with_masters`; ImportError without Lightning.
+    A `Trainer` creates the masters after `configure_optimizers` and restores the float32 model at
+    the end of a fit, test or prediction. In Fabric a model gets masters in its first forward pass.
+    Raises: like `with_masters`; ImportError if Lightning is not installed.
     Source: lightning.pytorch.plugins.precision.MixedPrecision
     """
 
@@ -121,12 +121,12 @@ class MastersPrecision:
         self.setup = _Setup.of(dtype, scaler, settings)
         self.scaler = self.setup.scaler
         self.models: list[nn.Module] = []
-        self.waiting: list[nn.Module] = []  # for their first forward pass in Fabric
+        self.waiting: list[nn.Module] = []  # modules before their first forward pass in Fabric
         # the class whose hooks run: Fabric's, until a Trainer connects
         self.hooks: Any = next(c for c in type(self).__mro__ if "fabric" in c.__module__)
 
     def __reduce__(self):
-        """Return what makes the plugin again, in a spawned process."""
+        """Return how to recreate the plugin in a spawned process."""
         return partial(MastersPrecision, scaler=self.scaler, **self.setup.settings), ()
 
     @property
@@ -135,12 +135,12 @@ class MastersPrecision:
         return self.setup.logs(self.models)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        "Remember a module of Fabric, which passes no optimizers here."
+        "Remember a module from Fabric, which passes no optimizers here."
         self.waiting.append(module)
         return module
 
     def connect(self, model: nn.Module, optimizers: list, lr_schedulers: list) -> tuple:
-        "Make masters for a `Trainer`, before it loads the states of the optimizers."
+        "Create masters for a `Trainer` before it loads the optimizer states."
         module: Any = model.module if isinstance(model, DistributedDataParallel) else model
         base = next(c for c in type(module).__mro__ if c.__name__ == "LightningModule")
         package = base.__module__.split(".")[0]
@@ -164,7 +164,7 @@ class MastersPrecision:
             self._attach(self.waiting.pop(), ())
 
     def _adopt(self, optimizer):
-        "Make an optimizer of Fabric step the masters."
+        "Make a Fabric optimizer step the masters."
         self._attach_waiting()
         if "masters" not in vars(optimizer):
             states = [t for state in optimizer.state.values() for t in state.values()]
@@ -177,7 +177,7 @@ class MastersPrecision:
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        "Compute in 16 bits what runs inside, such as `training_step` with its loss."
+        "Run the enclosed code in 16 bits, such as `training_step` with its loss."
         self._attach_waiting()
         with ExitStack() as stack:
             for model in self.models:
@@ -198,7 +198,7 @@ class MastersPrecision:
         return self.hooks.post_backward(self, tensor, module)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        "Unscale the gradients, which Fabric clips next."
+        "Unscale the gradients before Fabric clips them."
         self._adopt(optimizer)
         self.scaler.unscale_(optimizer)
 
@@ -210,7 +210,7 @@ class MastersPrecision:
     def optimizer_step(
         self,
         optimizer: Optimizer,
-        model: Any = None,  # of a `Trainer`; Fabric gives none
+        model: Any = None,  # of a `Trainer`; Fabric passes none
         closure: Callable[[], Any] | None = None,  # computes loss and gradients
         **kwargs: Any,
     ) -> Any:  # the loss, or the result of the step
@@ -219,7 +219,7 @@ class MastersPrecision:
         loss, given = None, []
         if closure is not None:
             given = [partial(self._evaluate, optimizer, model, closure)]
-            if not (isinstance(optimizer, LBFGS) or hasattr(optimizer, "first_step")):  # as SAM
+            if not (isinstance(optimizer, LBFGS) or hasattr(optimizer, "first_step")):  # e.g. SAM
                 loss = given.pop()()
                 if self._is_left_out(loss, model):
                     return None
@@ -234,7 +234,7 @@ class MastersPrecision:
         return done if loss is None else loss
 
     def _evaluate(self, optimizer, model, closure):
-        "Call the closure; let a `Trainer` see and clip unscaled gradients."
+        "Call the closure; let a `Trainer` inspect and clip unscaled gradients."
         loss = closure()
         if model is not None and not self._is_left_out(loss, model):
             self.scaler.unscale_(optimizer)
@@ -242,7 +242,7 @@ class MastersPrecision:
         return loss
 
     def _is_left_out(self, loss, model):
-        "Whether `training_step` has returned None, so that there is nothing to unscale."
+        "Return whether `training_step` returned None, so there is nothing to unscale."
         is_automatic = model is not None and model.automatic_optimization
         return loss is None and is_automatic and self.scaler.is_enabled()
 
@@ -256,16 +256,16 @@ class MastersPrecision:
 
 # %% ../nbs/15_trainers.ipynb #f15a0029
 class _Accelerator:
-    "What an Accelerator does differently."
+    "The overridden methods of an Accelerator."
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        "Make masters of the model of each optimizer, before Accelerate wraps both."
+        "Create masters for the model of each optimizer before Accelerate wraps both."
         models = [m for m in (*args, *self._models) if isinstance(m, nn.Module)]
         known = [self.unwrap_model(m, keep_torch_compile=False) for m in models]
         for opt in args:
             if isinstance(opt, Optimizer) and not getattr(opt, "_is_accelerate_prepared", False):
                 model = _model_of(opt, known)
-                if self.device_placement:  # masters are made where they are used
+                if self.device_placement:  # create masters on the device they are used on
                     model.to(self.device)
                 self.setup.attach(model, [opt])
                 self.models.append(model)
@@ -278,15 +278,15 @@ class _Accelerator:
             self.setup.scaler.unscale_(_own(opt))
 
     def log(self, values: dict, *args: Any, **kwargs: Any) -> None:
-        "Log the loss scale and the number of skipped steps as well."
+        "Also log the loss scale and the number of skipped steps."
         super().log({**values, **self.setup.logs(self.models)}, *args, **kwargs)  # pyright: ignore
 
 
 class _Trainer:
-    "What a Trainer does differently."
+    "The overridden methods of a Trainer."
 
     def create_accelerator_and_postprocess(self) -> None:
-        "Give masters to each trial of a search for hyperparameters."
+        "Set up masters for each trial of a hyperparameter search."
         super().create_accelerator_and_postprocess()  # pyright: ignore
         _give(self.accelerator, copy.deepcopy(self.setup_at_start))
 
@@ -300,7 +300,7 @@ class _Trainer:
             super()._load_scaler(checkpoint)  # pyright: ignore
 
     def save_model(self, output_dir=None, _internal_call=False, dtype=None) -> None:
-        "Save float32 weights, or those of a copy of the model in `dtype`, such as torch.bfloat16."
+        "Save float32 weights, or a copy of the model cast to `dtype`, such as torch.bfloat16."
         model = self.model
         try:
             if dtype is not None:
@@ -317,7 +317,7 @@ _KINDS = {
 
 
 def use_masters(
-    trainer: Any,  # a Hugging Face `Trainer` or an `Accelerator` that has not begun
+    trainer: Any,  # a Hugging Face `Trainer` or an `Accelerator` that has not started
     dtype: torch.dtype | str,  # of the model; or a name, such as "bf16"
     *,
     scaler: LossScaler | None = None,  # default: dynamic in float16, none otherwise
@@ -326,25 +326,25 @@ def use_masters(
     """Make `trainer` train 16-bit weights with float32 masters.
 
     `use_masters(Trainer(...), "bf16").train()`; `accelerator = use_masters(Accelerator(), "fp16")`.
-    Its files hold float32 weights; `trainer.save_model(folder, dtype="bf16")` exports 16 bits.
-    Raises: as `with_masters`; MixedPrecisionError if its own mixed precision is on, if it has begun
-    or has masters already; TypeError for other objects.
+    Its files contain float32 weights; `trainer.save_model(folder, dtype="bf16")` exports 16 bits.
+    Raises: like `with_masters`; MixedPrecisionError if its own mixed precision is on, it has
+    started, or it already has masters; TypeError for other objects.
     """
     setup = _Setup.of(dtype, scaler, settings)
     if isinstance(trainer, _Accelerator | _Trainer):
-        raise MixedPrecisionError("this trainer has masters already: call use_masters once")
+        raise MixedPrecisionError("this trainer has masters already: call use_masters only once")
     names = [f"{c.__module__}.{c.__name__}" for c in type(trainer).__mro__]
     kind = next((_KINDS[name] for name in names if name in _KINDS), None)
     if kind is None:
         raise TypeError(
             f"`trainer` is a {type(trainer).__name__}: expected a Hugging Face Trainer or an "
-            "Accelerator. Lightning and Fabric take plugins=[MastersPrecision(dtype)], a loop "
+            "Accelerator. In Lightning and Fabric use plugins=[MastersPrecision(dtype)], in a loop "
             "with_masters(model, optimizer)"
         )
     if kind is _Trainer:
         for name in ("fp16_full_eval", "bf16_full_eval"):
             if getattr(trainer.args, name, False):
-                raise MixedPrecisionError(f"{name}=True would cast weights again: leave it out")
+                raise MixedPrecisionError(f"{name}=True would cast the weights again: remove it")
         trainer.setup_at_start = copy.deepcopy(setup)
         _give(trainer.accelerator, setup)
         trainer.__class__ = _subclass(_Trainer, type(trainer))
@@ -354,7 +354,7 @@ def use_masters(
 
 
 def _give(accelerator, setup):
-    "Let `accelerator` make masters in `prepare`."
+    "Make `accelerator` create masters in `prepare`."
     if accelerator.mixed_precision != "no":
         raise MixedPrecisionError(
             f"the trainer's own mixed precision is on, {accelerator.mixed_precision}: leave "
@@ -364,7 +364,7 @@ def _give(accelerator, setup):
     if how != "NO" and not how.startswith("MULTI_"):
         raise MixedPrecisionError(
             f"use_masters does not work under {how}: use DistributedDataParallel, or with_masters "
-            "after fully_shard in a loop of your own"
+            "after fully_shard in your own loop"
         )
     if accelerator._optimizers:
         raise MixedPrecisionError("training has begun: call use_masters before prepare or train")

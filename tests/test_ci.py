@@ -2,8 +2,10 @@
 
 import configparser
 import re
+import sys
 from pathlib import Path
 
+import patiently
 import pytest
 import yaml
 
@@ -57,3 +59,13 @@ def test_the_oldest_python_that_is_promised_is_tried():
         versions = pythons(all_jobs[name])
         assert oldest in versions, name
         assert all(isinstance(version, str) for version in versions), name  # 3.10 is no number
+
+
+def test_a_silent_command_is_shown_to_run_and_its_code_is_kept(monkeypatch, capfd):
+    monkeypatch.setattr(patiently, "SECONDS", 0.5)
+    code = "import time; print('begin', end=''); time.sleep(3); print('end'); raise SystemExit(7)"
+    assert patiently.main("waiting", sys.executable, "-c", code) == 7
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "begin" or lines[0].startswith("[waiting: ")
+    assert "end" in lines and lines[-1] == "[waiting: exit code 7]"
+    assert sum(line.startswith("[waiting: ") for line in lines) > 2

@@ -64,6 +64,13 @@ def assert_is_what_the_page_shows(row):
         assert row | dict(peak_mib=near) in kept["rows"]
 
 
+def test_a_block_has_no_cast_and_the_lesson_draws_what_is_counted():
+    found = {mode: traffic.block(mode) for mode in traffic.BLOCKS}
+    assert "cast" not in found["mixedfp"]["forward"] + found["mixedfp"]["backward"]
+    kept = json.loads((ROOT / "bench" / "results" / "traffic.json").read_text())
+    assert found == kept["block"] or kept["about"]["torch"] != torch.__version__
+
+
 def test_the_check_takes_at_most_four_launches_and_one_read():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         grads = [torch.empty(2**16, dtype=dtype, device="cuda") for _ in range(90)]

@@ -1,4 +1,4 @@
-"""Counts the calls of the package in one batch of training, and fails where they are too many."""
+"""Counts the package's function calls in one training batch, and fails if there are too many."""
 
 import sys
 from collections import Counter
@@ -7,19 +7,19 @@ from pathlib import Path
 from notebooks import ROOT
 
 CALLS, FILES = 101, 13
-HOOK = "gradients.py", "_arrive"  # of each parameter
+HOOK = "gradients.py", "_arrive"  # one per parameter
 COMPREHENSIONS = "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"
 PACKAGE = str(ROOT / "mixedfp")
 
 
 class Count:
-    """Counts calls of functions of the package, by file and name."""
+    """Counts calls of the package's functions, by file and name."""
 
     def __init__(self):
         self.found = Counter()
 
     def see(self, frame, event, _):
-        """Be the profiler of the interpreter."""
+        """Count a call; installed as the interpreter's profiler."""
         code = frame.f_code
         is_ours = event == "call" and code.co_filename.startswith(PACKAGE)
         if is_ours and code.co_name not in COMPREHENSIONS:
@@ -27,12 +27,12 @@ class Count:
 
 
 def count_batch() -> Counter:
-    """Train nine modules in bfloat16 with flat masters; return the calls of the last batch."""
+    """Train nine modules in bfloat16 with flat masters; return the calls in the last batch."""
     import torch
     from fastai.basics import Callback, DataLoaders, Learner
     from torch import nn
 
-    import mixedfp.callback  # noqa: F401, puts `to_bf16` on Learners
+    import mixedfp.callback  # noqa: F401, adds `to_bf16` to Learner
 
     layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
     layers += [nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
@@ -40,7 +40,7 @@ def count_batch() -> Counter:
     items = [(torch.randn(3, 8, 8), i % 2) for i in range(16)]
     dls = DataLoaders.from_dsets(items, items[:4], bs=4, num_workers=0)
     learn = Learner(dls, nn.Sequential(*layers), nn.CrossEntropyLoss())
-    learn.to_bf16(flat_master=True, native=True)  # as on a CPU that multiplies in bfloat16
+    learn.to_bf16(flat_master=True, native=True)  # as on a CPU with bfloat16 products
     counts = []
 
     class CountBatches(Callback):
@@ -60,7 +60,7 @@ def count_batch() -> Counter:
 
 
 def main() -> int:
-    """Print the figures and, where they are too many, the calls."""
+    """Print the counts and, if they are too high, the calls."""
     found = count_batch()
     hooks = found.pop(HOOK)  # one for each parameter
     calls, files = sum(found.values()), len({file for file, _ in found})

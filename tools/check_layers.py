@@ -4,15 +4,15 @@
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise
     3 engine    in_float32, forward, gradients, files, masters, optimizers, flat, buffers, ranks: in
                 this order
-    4 step      step; then diagnose, what a model's numbers do without a trainer: report, audit,
-                memory, overflow, and the package itself, from which their names are imported
-    5 trainers  optimizer, callback ‖ skorch, checkpoint ‖ fsdp ‖ trainers
+    4 step      step; then diagnose, which inspects a model's numbers without a trainer: report,
+                audit, memory, overflow, and the package itself, which exports their names
+    5 trainers  optimizer, callback ‖ skorch ‖ trainers, checkpoint ‖ fsdp
     6 tools     examples, compare, command, all
 
-Floors 1 to 4 and `optimizer` need torch, fastcore and the standard library alone; a function there
-may still import matplotlib or pandas when it draws a plot or a table, and `memory` the library that
-it loads a model from. `command` imports what trains inside of a function, so that `--help` answers
-at once.
+Floors 1 to 4, `optimizer` and `trainers` need only torch, fastcore and the standard library; a
+function there can still import matplotlib or pandas when it draws a plot or a table, `memory` the
+library that it loads a model from, and `trainers` a trainer's packages. `command` imports the
+training code inside a function, so that `--help` responds at once.
 """
 
 import ast
@@ -24,7 +24,7 @@ from notebooks import ROOT
 
 PACKAGE = "mixedfp"
 ENGINE = "in_float32 forward gradients files masters optimizers flat buffers ranks".split()
-# each module may import those of earlier lines, and, in a list, those before it
+# each module may import those on earlier lines and, in a list, those before it
 FLOORS = [
     [{"torch_private"}, {"formats"}, {"testing", "nested"}, {"sharded"}],
     [{"cast", "master", "scaler", "layerwise"}],
@@ -45,14 +45,14 @@ IN_FUNCTIONS["diagnose.memory"] |= {"transformers"}
 
 
 def imports(node: ast.AST, here: str, in_function: bool = False) -> Iterator[tuple[int, str, bool]]:
-    """Yield line, dotted name and whether a function does it, for each import below `node`."""
+    """Yield line, dotted name and whether it is in a function, for each import below `node`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
                 yield child.lineno, alias.name, in_function
         elif isinstance(child, ast.ImportFrom):
             source = child.module
-            if child.level:  # from the module `here`, so many packages up
+            if child.level:  # relative to the module `here`
                 source = ".".join([*here.split(".")[: -child.level], child.module or ""]).strip(".")
             for alias in child.names:  # `from . import cast` names a module, so keep the name
                 yield child.lineno, f"{source}.{alias.name}", in_function
@@ -62,24 +62,24 @@ def imports(node: ast.AST, here: str, in_function: bool = False) -> Iterator[tup
 
 
 def complaint(module: str, name: str, in_function: bool) -> str | None:
-    """Return what is wrong with `module` importing `name`, if anything is."""
+    """Return an error message if `module` may not import `name`, else None."""
     package, *rest = name.split(".")
     if package == PACKAGE:
         names = ".".join(rest[:2]), "".join(rest[:1])
         own = next((name for name in names if name in BELOW), None)
         if own not in (None, module) and own not in BELOW[module]:
-            return f"imports {PACKAGE}.{own}, which does not stand below it"
+            return f"imports {PACKAGE}.{own}, which is not below it"
     elif module == "command" and not in_function and package not in sys.stdlib_module_names:
-        return f"imports {package}: only the standard library, so that help comes at once"
+        return f"imports {package}: use only the standard library, so that `--help` is fast"
     elif module in BARE and package not in (IN_FUNCTIONS[module] if in_function else ON_IMPORT):
-        return f"imports {package}: up to `optimizer`, only torch and fastcore"
+        return f"imports {package}: only torch and fastcore are allowed there"
     elif package == STANDS_BESIDE.get(module):
-        return f"imports {package}: the trainers stand side by side"
+        return f"imports {package}: trainers must not import each other's libraries"
     return None
 
 
 def check(path: Path) -> list[str]:
-    """List what is wrong with the imports of the module at `path`."""
+    """Return the import errors of the module at `path`."""
     parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
     shown, is_package = "/".join(parts) + ".py", parts[-1] == "__init__"
     module = ".".join(parts[:-1] if is_package else parts)

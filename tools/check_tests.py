@@ -1,8 +1,8 @@
-"""Finds what no test and no kept output may hold.
+"""Finds code and outputs that tests and saved notebooks must not contain.
 
-fastcore's `test_eq`, `test_eq_type` and `test_close` call a float16 tensor equal to a float32 one:
-in this library they test nothing. `assert_same` of `mixedfp.testing` looks at the dtype too.
-An output with an error in it, or with a path of the machine it ran on, is no page to publish.
+fastcore's `test_eq`, `test_eq_type` and `test_close` treat float16 and float32 tensors as equal: in
+this library they test nothing. `assert_same` of `mixedfp.testing` also checks the dtype. An output
+with an error, or with a path of the machine it ran on, must not be published.
 """
 
 import re
@@ -18,13 +18,13 @@ MACHINE = re.compile(r"(?<![\w.])/(work|root|tmp|home)/\S*")
 
 
 def banned_tests(source: str) -> Iterator[str]:
-    """Say which banned comparisons stand in `source`."""
+    """Report the banned comparisons in `source`."""
     for found in sorted(set(BANNED.findall(source))):
-        yield f"test_{found} does not see dtypes: use assert_same, or assert_close of torch.testing"
+        yield f"test_{found} ignores dtypes: use assert_same, or assert_close of torch.testing"
 
 
 def texts(output: nbformat.NotebookNode) -> Iterator[str]:
-    """Yield the texts of `output`; pictures are left out, their letters mean nothing."""
+    """Yield the texts of `output`, without pictures, whose characters mean nothing."""
     yield output.get("text", "")
     for kind, value in output.get("data", {}).items():
         if not kind.startswith("image/"):
@@ -32,16 +32,16 @@ def texts(output: nbformat.NotebookNode) -> Iterator[str]:
 
 
 def bad_outputs(cell: nbformat.NotebookNode) -> Iterator[str]:
-    """Say what is wrong with the kept outputs of `cell`."""
+    """Report errors in the saved outputs of `cell`."""
     for output in cell.outputs:
         if output.output_type == "error":
             yield f"its output is an error: {output.ename}: {output.evalue}"
         for path in {found[0] for text in texts(output) for found in MACHINE.finditer(text)}:
-            yield f"its output names a path of one machine: {path}"
+            yield f"its output contains a local path: {path}"
 
 
 def check_notebook(path: Path) -> Iterator[str]:
-    """Say what is wrong in the notebook at `path`."""
+    """Report errors in the notebook at `path`."""
     for number, cell in enumerate(nbformat.read(path, as_version=4).cells):
         if cell.cell_type == "code":
             for text in [*banned_tests(cell.source), *bad_outputs(cell)]:
@@ -49,7 +49,7 @@ def check_notebook(path: Path) -> Iterator[str]:
 
 
 def check_file(path: Path) -> Iterator[str]:
-    """Say what is wrong in the test or benchmark at `path`."""
+    """Report errors in the test or benchmark at `path`."""
     yield from banned_tests(path.read_text(encoding="utf-8"))
 
 
@@ -58,7 +58,7 @@ def main() -> int:
     found = [text for path in all_notebooks() for text in check_notebook(path)]
     for path in sorted(p for folder in ("tests", "bench") for p in (ROOT / folder).rglob("*.py")):
         found += [f"{path.relative_to(ROOT)}: {text}" for text in check_file(path)]
-    print("\n".join(found) if found else "tests and outputs: nothing that should not be there")
+    print("\n".join(found) if found else "tests and outputs: no errors")
     return 1 if found else 0
 
 

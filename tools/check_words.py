@@ -6,11 +6,16 @@ read; tests are not. `PLAIN` has the phrases that were found so far, and what to
 
 import re
 import sys
+from pathlib import Path
 
 import nbformat
 from notebooks import ROOT, all_notebooks
 
 VAGUE = re.compile(r"\b(nobody|somebody|someone|everybody|everyone|anybody|anyone|whoever)\b", re.I)
+THINGS = (
+    "autograd|backward pass|callback|class|comment|docstring|error|figure|forward pass|function|"
+    "guide|hook|message|method|model|module|notebook|optimizer|page|plot|process|scaler|step|test"
+)
 PLAIN = {  # a pattern: what to write
     r"\bto be had\b": "is available",
     r"\b(training|model|run|loop|second|other)s? goes on\b": "continues",
@@ -30,8 +35,16 @@ PLAIN = {  # a pattern: what to write
     r"\band the like work\b": "such as",
     r"\bis no step\b": "changes nothing",
     r"\b[Ww]ho (wants|reads|needs|comes|trains)\b": "a user who",
+    r"\b(by|for|of|to) whoever\b": "name the user",
+    r"(^|[.:;(] )[Ww]ho (has|is|was|does|calls|loads|writes)\b": "a user who",
+    r"(^|[.;:#] |\"\"\"|> )What (is|was|are|were|has|had|it|this|that|each|the) [^?]*$": "a noun",
+    r"\bwhat (is|was|are|were|has|had) \w+( \w+)? (is|are|was|were|has|becomes|stays)\b": "a noun",
+    rf"\b({THINGS})s? (says?|asks?|sees?|tells?|wants?|knows?)\b": "contains, needs, gets",
+    r"\b(?<!\w_)(rooms?|at hand|beside (it|the|a|its))\b": "module, available, in addition to",
+    r"\bone after the other\b": "one by one",
 }
-TEXTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+TEXTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")]
+TEXTS += [p for folder in ("tools", "bench") for p in (ROOT / folder).glob("*.py")]
 
 
 def unidiomatic(text: str) -> list[str]:
@@ -48,6 +61,7 @@ def main() -> None:
     places = {path: path.read_text() for path in TEXTS}
     for path in all_notebooks():
         places[path] = "\n".join(c.source for c in nbformat.read(path, 4).cells)
+    del places[Path(__file__).resolve()]
     found = [(path, line) for path, text in places.items() for line in unidiomatic(text)]
     for path, line in found:
         print(f"{path.relative_to(ROOT)}: {line}")

@@ -1,25 +1,25 @@
-"""Compares the figures in the prose of the README and the lessons with what was measured.
+"""Compares the figures in the README and the lessons with the measured results.
 
-A figure carries a mark, a comment that no page shows: `1.44<!--= whole learn-bf16-flat speed -->`.
-The mark names where the number comes from:
+A figure has a mark, a comment that is not rendered: `1.44<!--= whole learn-bf16-flat speed -->`.
+The mark names the source of the number:
 
-    printed WORDS             a number in a line with these words, in an output of this notebook
+    printed WORDS             a number on a line with these words in an output of this notebook
     whole WAY speed [WHICH]   train_step.json (fp16: train_step_fp16.json): times float32's speed
-    whole WAY memory [WHICH]  its peak memory, of float32's; WHICH: mean, min, max or a model
-    operators NAME | SHAPE    operators.json: time in 16 bits by time in float32
+    whole WAY memory [WHICH]  its peak memory relative to float32; WHICH: mean, min, max or a model
+    operators NAME | SHAPE    operators.json: time in 16 bits divided by time in float32
     lost PRECISION NAME       lost_updates.json: the mean of `lost`, `unmoved`, `accuracy`
     accuracy PRECISION RATE   accuracy.json: its mean, in percent
-    gpu COLUMN MODEL WAY      gpu-nvidia-h100-80gb-hbm3.json: a column of a row; with `relative-`
-                              before it, autocast's time by the way's, or the way's by autocast's;
-                              MODEL mean: of the three large models
-    curve WAY                 the same file: the mean of the last losses
-    later COLUMN MODEL WAY    the same of the run of 2026-11-27
-    counted passed            that run: tests that passed
-    traffic COLUMN MODEL MODE traffic.json: a column of a row, of autocast's
+    gpu COLUMN MODEL WAY      gpu-nvidia-h100-80gb-hbm3.json: a column of a row; with the prefix
+                              `relative-`, relative to autocast: the speedup for `ms`, else the
+                              way's value by autocast's; MODEL mean: of the three large models
+    curve WAY                 the same file: the mean final loss
+    later COLUMN MODEL WAY    the same for the run of 2026-11-27
+    counted passed            that run: number of tests passed
+    traffic COLUMN MODEL MODE traffic.json: a column of a row, relative to autocast
     set                       chosen or calculated, not measured
 
-A figure is right when the number, rounded as it stands there, is that number. One with a unit of
-measurement (%, times, points, MB, ms, ns) and no mark is an error.
+A figure is correct if it equals its source after rounding to the same digits. A figure with a unit
+(%, times, points, MB, ms, ns) but no mark is an error.
 """
 
 import json
@@ -49,7 +49,7 @@ def results(name: str) -> dict:
 
 
 def whole(way: str, column: str, which: str = "mean") -> float:
-    """Give a way's speed or memory relative to float32's: geometric mean, bound, or one model."""
+    """Return a way's speed or memory relative to float32: geometric mean, bound, or one model."""
     rows = results("train_step_fp16" if "fp16" in way else "train_step")["results"]
     plain = {r["model"]: r["bytes"] for r in rows if r["way"] == "fp32"}
     found = {
@@ -63,7 +63,7 @@ def whole(way: str, column: str, which: str = "mean") -> float:
 
 
 def operators(text: str) -> float:
-    """Give how many times as long as in float32 an operator takes in 16 bits."""
+    """Return an operator's time in 16 bits divided by its time in float32."""
     name, shape = (part.strip() for part in text.split("|"))
     for r in results("operators")["rows"]:
         if r["operator"] == name and "×".join(map(str, r["shape"])) == shape:
@@ -72,13 +72,13 @@ def operators(text: str) -> float:
 
 
 def lost(precision: str, name: str) -> float:
-    """Give a mean over the seeds, and over steps where there is a list of them."""
+    """Return the mean over seeds, and over steps if there is a list of them."""
     runs = [r[name] for r in results("lost_updates")["results"] if r["precision"] == precision]
     return mean(mean(r) if isinstance(r, list) else r for r in runs)
 
 
 def accuracy(precision: str, rate: str) -> float:
-    """Give the mean accuracy over seeds."""
+    """Return the mean accuracy over seeds."""
     rows = results("accuracy")["results"]
     found = {(r["precision"], r["lr"]): r["accuracy_mean"] / 100 for r in rows}
     return found[precision, float(rate)]
@@ -89,9 +89,9 @@ LATER = f"{H100}-2026-11-27"
 
 
 def gpu(column: str, model: str, *way: str, run: str = H100) -> float:
-    """Give what was measured on a GPU, alone or relative to autocast, compiled or not."""
+    """Return a GPU measurement, absolute or relative to autocast, compiled or not."""
     if model == "mean":
-        each = [gpu(column, m, *way) for m in ("gpt", "vit", "resnet")]
+        each = [gpu(column, m, *way, run=run) for m in ("gpt", "vit", "resnet")]
         return prod(each) ** (1 / 3)
     rows = {r["way"]: r for r in results(run)["stages"][model]}
     name = column.removeprefix("relative-")
@@ -103,30 +103,30 @@ def gpu(column: str, model: str, *way: str, run: str = H100) -> float:
 
 
 def later(*what: str) -> float:
-    """Give the same of the later run."""
+    """Return the same for the later run."""
     return gpu(*what, run=LATER)
 
 
 def curve(*way: str) -> float:
-    """Give the mean over seeds of the last losses on generated text."""
+    """Return the mean final loss on generated text over the seeds."""
     rows = results(H100)["stages"]["curves"]
     return mean(r["last"] for r in rows if r["way"] == " ".join(way))
 
 
 def counted(what: str) -> float:
-    """Give the number of tests on a GPU that `passed`."""
+    """Return the number of GPU tests that `passed`."""
     return results(LATER)["stages"]["tests"][what]
 
 
 def traffic(column: str, model: str, *mode: str) -> float:
-    """Give what was counted in a mode, relative to autocast."""
+    """Return a count in a mode relative to autocast."""
     rows = results("traffic")["rows"]
     found = {r["mode"]: r[column] for r in rows if r["model"] == model}
     return found[" ".join(mode)] / found["autocast"]
 
 
 def numbers(nb: nbformat.NotebookNode, words: str) -> list[float]:
-    """List the numbers in the lines with `words` that the notebook's outputs hold."""
+    """Return the numbers on lines with `words` in the notebook's outputs."""
     texts = [o.get("text") or o.get("data", {}).get("text/plain", "")
              for cell in nb.cells for o in cell.get("outputs", [])]  # fmt: skip
     lines = [line.replace(words, "") for t in texts for line in t.splitlines() if words in line]
@@ -135,7 +135,7 @@ def numbers(nb: nbformat.NotebookNode, words: str) -> list[float]:
 
 
 def sources(nb: nbformat.NotebookNode, mark: str) -> list[float]:
-    """Give the numbers that the figure marked with `mark` may be."""
+    """Return the numbers allowed for a figure with `mark`."""
     kind, _, rest = mark.partition(" ")
     if kind == "printed":
         return numbers(nb, rest)
@@ -147,7 +147,7 @@ def sources(nb: nbformat.NotebookNode, mark: str) -> list[float]:
 
 
 def problems(nb: nbformat.NotebookNode) -> Iterator[str]:
-    """Yield what is wrong with the figures of a notebook's prose."""
+    """Yield the errors in the figures of a notebook's prose."""
     for cell in nb.cells:
         if cell.cell_type != "markdown":
             continue
@@ -166,11 +166,11 @@ def problems(nb: nbformat.NotebookNode) -> Iterator[str]:
             if not any(abs(f * factor - value) <= near * (1 + 1e-9) for f in found):
                 yield f"{shown}{unit}: {mark} is {[round(f * factor, digits + 2) for f in found]}"
         for figure in UNMARKED.findall(MARKED.sub("", text)):
-            yield f"{figure}: a figure without a mark of where it comes from"
+            yield f"{figure}: a figure without a mark for its source"
 
 
 def main() -> int:
-    """Check the README, lessons and guides, or the notebooks that are named."""
+    """Check the README, lessons and guides, or the notebooks given as arguments."""
     pages = [
         p
         for p in all_notebooks()

@@ -1,4 +1,4 @@
-"""Which notebooks the project has, and which of their cells carry which directives."""
+"""The project's notebooks, and the directives of their cells."""
 
 import re
 from pathlib import Path
@@ -11,21 +11,21 @@ _directive = re.compile(r"^\s*#\s*\|\s*(.*?)\s*$")
 
 
 def all_notebooks() -> list[Path]:
-    """List `index.ipynb` and all of `nbs/`, without what Jupyter and nbdev keep beside them."""
+    """List `index.ipynb` and all of `nbs/`, without the hidden files of Jupyter and nbdev."""
     found = [ROOT / "index.ipynb", *sorted((ROOT / "nbs").rglob("*.ipynb"))]
     hidden = re.compile(r"(^|/)[_.]")
     return [p for p in found if p.exists() and not hidden.search(p.relative_to(ROOT).as_posix())]
 
 
 def title_of(notebook: Path) -> str:
-    """Give the first heading of `notebook`."""
+    """Return the first heading of `notebook`."""
     texts = [cell.source for cell in nbformat.read(notebook, as_version=4).cells]
     title = re.search(r"^# (.+)$", "\n".join(texts), flags=re.MULTILINE)
     return title[1].replace("`", "") if title else notebook.stem
 
 
 def directives(source: str) -> list[str]:
-    """Read the `#| …` lines that `source` starts with, without their marker."""
+    """Return the `#| …` lines at the start of `source`, without their marker."""
     found = []
     for line in source.splitlines():
         match = _directive.match(line)
@@ -37,16 +37,16 @@ def directives(source: str) -> list[str]:
 
 
 def alt_text(cell: nbformat.NotebookNode) -> str:
-    """Give what the lines `#| fig-alt: …` say of the cell's picture, in words."""
+    """Return the description of the cell's picture from its `#| fig-alt: …` lines."""
     given = [d for d in directives(cell.source) if d.startswith("fig-alt: ")]
     found = " ".join(line.removeprefix("fig-alt: ") for line in given)
     return found or "The picture that this cell draws"
 
 
 def folded(cell: nbformat.NotebookNode) -> str:
-    """Say under which line the cell's code is folded; empty where it is shown.
+    """Return the summary line for the cell's folded code; empty if the code is shown.
 
-    `#| code-fold: …` says so; a cell that mostly imports needs no such line.
+    It comes from `#| code-fold: …`; a cell that mostly imports does not need one.
     """
     given = [d for d in directives(cell.source) if d.startswith("code-fold: ")]
     lines = [line for line in cell.source.splitlines() if line.strip()]
@@ -57,7 +57,7 @@ def folded(cell: nbformat.NotebookNode) -> str:
 
 
 def without_directives(source: str) -> str:
-    """Give `source` without the `#| …` lines it starts with."""
+    """Return `source` without the `#| …` lines at its start."""
     lines = source.splitlines()
     while lines and (_directive.match(lines[0]) or not lines[0].strip()):
         lines.pop(0)
@@ -65,14 +65,14 @@ def without_directives(source: str) -> str:
 
 
 def shown(cell: nbformat.NotebookNode) -> bool:
-    """Say if `cell` belongs on the page."""
+    """Return whether `cell` belongs on the page."""
     if cell.cell_type == "raw":
         return False
     return cell.cell_type != "code" or not HIDDEN.intersection(directives(cell.source))
 
 
 def without_code(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Give a cell that is not to be echoed as what it puts out, any other as it is."""
+    """Replace an `echo: false` cell by its output; return other cells unchanged."""
     if cell.cell_type != "code" or "echo: false" not in directives(cell.source):
         return cell
     texts = [o.data["text/markdown"] for o in cell.outputs if "text/markdown" in o.get("data", {})]

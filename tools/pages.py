@@ -1,6 +1,6 @@
-"""Writes the site's pages from the notebooks, their outputs as they are kept, and from docstrings.
+"""Writes the site's pages from the notebooks, with their saved outputs, and from docstrings.
 
-They lie in `_proc`, where MkDocs makes the site of them: `make docs`. `docs/mkdocs.yml` lists them.
+They are in `_proc`, from which MkDocs builds the site: `make docs`. `docs/mkdocs.yml` lists them.
 """
 
 import base64
@@ -33,8 +33,8 @@ CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", flags=re.DOTALL | re.MULTILINE
 MATH = re.compile(r"\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<!\s)\$", flags=re.DOTALL)
 ALL_NAMES = "api/index.md"
 SETTINGS = ROOT / "docs" / "mkdocs.yml"
-# The pages of each section in reading order. Others are for those who change the package: the
-# search leaves them out, and who needs them comes by a link.
+# The pages of each section in reading order. Other pages are for contributors: the search
+# excludes them, and they are reached by links.
 SECTIONS = {
     title: [page for entry in pages for page in entry.values()]
     for section in yaml.safe_load(SETTINGS.read_text(encoding="utf-8"))["nav"]
@@ -45,7 +45,7 @@ PREFERRED = [*SECTIONS["Start"], *SECTIONS["Learn"], *SECTIONS["How to"]]  # by 
 
 
 def page_of(notebook: Path) -> str:
-    """Say where the page of `notebook` lies: its module's name, or its own."""
+    """Return the path of the page of `notebook`, from its module's name or its own."""
     if notebook.name == "index.ipynb":
         return "index.md"
     folder = notebook.parent.relative_to(ROOT / "nbs").as_posix()
@@ -56,12 +56,12 @@ def page_of(notebook: Path) -> str:
 
 
 def relative(target: str, page: str) -> str:
-    """Give the address of `target` as `page` has to write it."""
+    """Return the address of `target` relative to `page`."""
     return os.path.relpath(target, os.path.dirname(page) or ".").replace(os.sep, "/")
 
 
 class Names:
-    """Where each name of the library and each notebook has its page."""
+    """The page of each name in the library and of each notebook."""
 
     def __init__(self, modules: list[reference.Module], notebooks: list[Path]):
         self.modules = {module.name: module.page for module in modules}
@@ -78,7 +78,7 @@ class Names:
         self.places = {name: found.pop() for name, found in places.items() if len(found) == 1}
 
     def link(self, code: str, page: str) -> str:
-        """Make a link of `code`, a name between backticks, where it has a page."""
+        """Turn `code`, a name in backticks, into a link if it has a page."""
         name = re.sub(r"\(.*\)$", "", code.strip("`"))
         name = f"Learner.{name[6:]}" if name.startswith("learn.") else name
         place = self.places.get(name)
@@ -110,7 +110,7 @@ def prose(text: str, page: str, notebook: Path, names: Names) -> str:
 
 
 def spaced_lists(text: str) -> str:
-    """Put an empty line before each list, without which MkDocs sees none."""
+    """Insert an empty line before each list, which MkDocs requires."""
     out, in_code = [], False
     for line in text.split("\n"):
         in_code ^= line.lstrip().startswith("```")
@@ -129,7 +129,7 @@ def fenced(text: str, kind: str) -> str:
 
 
 def output(out: nbformat.NotebookNode, page: str, name: str, alt: str) -> str:
-    """Write what a cell of `page` gave; a picture, described by `alt`, is a file called `name`."""
+    """Write an output of a cell on `page`; a picture, described by `alt`, is saved as `name`."""
     if out.output_type == "stream":
         return fenced(out.text, "{ .text .output }") if out.text.strip() else ""
     data = out.get("data", {})
@@ -138,7 +138,7 @@ def output(out: nbformat.NotebookNode, page: str, name: str, alt: str) -> str:
             (PAGES / f"{name}.{ending}").parent.mkdir(parents=True, exist_ok=True)
             (PAGES / f"{name}.{ending}").write_bytes(base64.b64decode(data[kind]))
             file = f"{relative(name, page)}.{ending}"
-            return f"[![{alt}]({file})]({file})\n"  # on a phone its words are read in full size
+            return f"[![{alt}]({file})]({file})\n"  # lets a phone show its text in full size
     if "text/markdown" in data:
         return data["text/markdown"] + "\n"
     if "text/html" in data:
@@ -163,7 +163,7 @@ def write_notebook(notebook: Path, names: Names) -> None:
         source = without_directives(cell.source)
         hidden = "echo: false" in directives(cell.source)
         code = fenced(source, "python") if source and not hidden else ""
-        if code and (summary := folded(cell)):  # a click away: pictures, and what only checks
+        if code and (summary := folded(cell)):  # folded: code for pictures and checks
             opened = '<details class="code" markdown="1">'
             code = f"{opened}\n<summary>{summary}</summary>\n\n{code}\n</details>\n"
         out.append(code)
@@ -174,7 +174,7 @@ def write_notebook(notebook: Path, names: Names) -> None:
 
 
 def write(page: str, text: str) -> None:
-    """Write a page, with what the search has to know of it."""
+    """Write a page, with its settings for the search."""
     head = "---\nsearch: {boost: 2}\n---\n\n" if page in PREFERRED else ""
     if page == ALL_NAMES:
         head = "---\nsearch: {exclude: true}\n---\n\n"
@@ -201,14 +201,14 @@ def first_calls(names: set[str], notebooks: list[Path]) -> dict[str, tuple[str, 
 
 
 def calls(source: str, name: str) -> bool:
-    """Say if `source` calls the function or class `name`, or the method, or inherits from it."""
+    """Return whether `source` calls the function, class or method `name`, or inherits from it."""
     cls, _, method = name.rpartition(".")
     before = r"\." if cls else r"(?<!def )(?<!class )(?<![.\w])"
     return bool(re.search(rf"{before}{method}\(|class \w+\({method}\b", source))
 
 
 def read_reference(notebooks: list[Path]) -> list[reference.Module]:
-    """Read the modules that have a page, the names for users first, with their examples."""
+    """Read the modules that have a page, with names for users first, and add examples."""
     package = ROOT / "mixedfp"
     sources = sorted(p for p in package.rglob("*.py") if not p.stem.startswith("_"))
     everything = {module.page: module for module in (reference.read(p, package) for p in sources)}
@@ -226,7 +226,7 @@ def read_reference(notebooks: list[Path]) -> list[reference.Module]:
 
 
 def main() -> None:
-    """Write all pages, and the configuration beside them."""
+    """Write all pages, and the configuration next to them."""
     shutil.rmtree(OUT, ignore_errors=True)
     notebooks = {page_of(notebook): notebook for notebook in all_notebooks()}
     home = notebooks["index.md"]

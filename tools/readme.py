@@ -1,7 +1,7 @@
-"""Writes README.md, and its pictures in index_files/, from the outputs kept in index.ipynb.
+"""Writes README.md, and its pictures in index_files/, from the outputs saved in index.ipynb.
 
-nbdev's own way needs Quarto, a program that no package registry carries.
-`--check` writes nothing; it fails when README.md is not in step with the notebook.
+nbdev's own method needs Quarto, which is not in any package registry.
+`--check` writes nothing; it fails if README.md is out of sync with the notebook.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from nbconvert import MarkdownExporter
 from notebooks import ROOT, alt_text, shown, without_code, without_directives
 
 PICTURES = "index_files"
-# What a page on GitHub shows best, first.
+# Formats that GitHub shows best come first.
 PRIORITY = ["text/markdown", "image/png", "image/jpeg", "image/svg+xml", "text/html", "text/plain"]
 
 
 def render(path: Path) -> dict[str, bytes]:
-    """Give the content of each file, by its name, that the notebook at `path` makes."""
+    """Return the files generated from the notebook at `path`: content by name."""
     nb = nbformat.read(path, as_version=4)
     cells = [cell for cell in nb.cells if shown(cell)]
     descriptions = {str(i): alt_text(cell) for i, cell in enumerate(cells)}
@@ -28,7 +28,7 @@ def render(path: Path) -> dict[str, bytes]:
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             cell.source = MARK.sub("", cell.source)
-    nb.metadata.language_info = {"name": "python"}  # which nbdev_clean takes out
+    nb.metadata.language_info = {"name": "python"}  # nbdev_clean removes it
     for cell in nb.cells:
         if cell.cell_type == "code":
             cell.source = without_directives(cell.source)
@@ -39,13 +39,13 @@ def render(path: Path) -> dict[str, bytes]:
     text, resources = exporter.from_notebook_node(nb, resources)
     described = rf"!\[png\]\(({PICTURES}/figure_(\d+)_)"
     text = re.sub(described, lambda found: f"![{descriptions[found[2]]}]({found[1]}", text)
-    # fastai's and pandas' tables bring a style sheet, which GitHub would show as text
+    # fastai's and pandas' tables include a style sheet, which GitHub would show as text
     text = re.sub(r"\s*<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r"^```python\s*```$", "", text, flags=re.MULTILINE)  # code that is not shown
     text = re.sub(r"^[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
     note = f"<!-- Written by tools/readme.py from {path.name}: edit that, then `make readme`. -->"
-    # nbconvert names pictures with the separator of the system it runs on
+    # nbconvert uses the path separator of the current system
     pictures = {Path(name).as_posix(): data for name, data in resources["outputs"].items()}
     return {"README.md": f"{note}\n\n{text}\n".encode(), **pictures}
 
@@ -53,7 +53,7 @@ def render(path: Path) -> dict[str, bytes]:
 def main() -> int:
     """Write the files, or check them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if out of step")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if out of sync")
     args = parser.parse_args()
     folder = ROOT
     wanted = render(ROOT / "index.ipynb")
@@ -66,7 +66,7 @@ def main() -> int:
     ]
     if args.check:
         for name in stale + changed:
-            print(f"{name} is not in step with index.ipynb: run `make readme`")
+            print(f"{name} is out of sync with index.ipynb: run `make readme`")
         return 1 if stale or changed else 0
     for name in stale:
         (folder / name).unlink()

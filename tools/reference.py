@@ -1,7 +1,7 @@
 """Reads modules from their source, without importing them, and writes their reference pages.
 
-What stands behind a parameter, `x: Tensor,  # (n,), float32`, is its description. The comment
-behind `**kwargs` names in backticks what takes them: its parameters are listed instead.
+The comment after a parameter, `x: Tensor,  # (n,), float32`, is its description. The comment
+after `**kwargs` names in backticks the function that accepts them, whose parameters are listed.
 """
 
 import ast
@@ -15,16 +15,16 @@ from pathlib import Path
 from textwrap import wrap
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-INSTANCES = {"Learner": "learn."}  # the name that users give to an object of the class
-LONGEST = 80  # characters of a signature on one line
-CALLED_BY_OTHERS = re.compile(r"_|(before|after)_")  # methods, by fastai's training loop among them
+INSTANCES = {"Learner": "learn."}  # the usual name of an instance of the class
+LONGEST = 80  # maximum characters of a one-line signature
+CALLED_BY_OTHERS = re.compile(r"_|(before|after)_")  # methods, including by fastai's training loop
 
 
 @dataclass
 class Parameter:
-    """A parameter, a field of a class, or what a function returns."""
+    """A parameter, a field of a class, or a return value."""
 
-    name: str  # with its stars; one alone: what comes after it is given by name
+    name: str  # with its stars; a single star: keyword-only parameters follow
     type: str = ""
     default: str = ""
     what: str = ""
@@ -32,39 +32,39 @@ class Parameter:
 
 @dataclass
 class Entry:
-    """A constant, function, method or class, and what its source tells of it."""
+    """A constant, function, method or class, as described by its source."""
 
     name: str  # Learner.to_fp16
     doc: str
-    kind: str = ""  # stands behind the name in the heading
-    call: str = ""  # a signature begins with it: learn.to_fp16
+    kind: str = ""  # shown after the name in the heading
+    call: str = ""  # start of the signature: learn.to_fp16
     parameters: list[Parameter] = field(default_factory=list)
     returns: Parameter | None = None
-    passed: set[str] = field(default_factory=set)  # what it passes on itself beside **kwargs
+    passed: set[str] = field(default_factory=set)  # arguments it passes along with **kwargs
     methods: list["Entry"] = field(default_factory=list)
     source: str = ""  # of a constant
     example: str = ""  # a link
 
     @property
     def anchor(self) -> str:
-        """Give the anchor on the page, as nbdev writes it."""
+        """Return the anchor on the page, in nbdev's format."""
         return self.name.lower()
 
     @property
     def is_described(self) -> bool:
-        """Say if a comment describes a parameter or what is returned."""
+        """Return whether a comment describes a parameter or the return value."""
         given = [*self.parameters, self.returns]
         return any(one and one.what for one in given)
 
     @property
     def summary(self) -> str:
-        """Give the first sentence of the docstring."""
+        """Return the first sentence of the docstring."""
         return re.split(r"(?<=\.)\s|\n\n", self.doc)[0].replace("\n", " ")
 
 
 @dataclass
 class Module:
-    """A module, its entries, and the public names that it takes from other modules."""
+    """A module, its entries, and the public names that it imports from other modules."""
 
     name: str  # without the package: callback, engine.flat
     doc: str
@@ -73,12 +73,12 @@ class Module:
 
     @property
     def page(self) -> str:
-        """Give the address of its page."""
+        """Return the address of its page."""
         return f"api/{self.name.replace('.', '/')}.md"
 
 
 def complete(modules: list[Module], everything: list[Module]) -> None:
-    """Give `modules` what they take from others, and their `**kwargs` the true parameters."""
+    """Add imported entries to `modules`, and replace their `**kwargs` by the real parameters."""
     known = {e.name: e for m in everything for e in m.entries}
     known |= {f"mixedfp.{m.name}.{e.name}": e for m in everything for e in m.entries}
     for module in modules:
@@ -89,13 +89,13 @@ def complete(modules: list[Module], everything: list[Module]) -> None:
 
 
 def show_kwargs(entry: Entry, known: dict[str, Entry]) -> None:
-    """Replace `**kwargs` by the optional parameters of what its comment names."""
+    """Replace `**kwargs` by the optional parameters of the function that its comment names."""
     last = entry.parameters[-1] if entry.parameters else Parameter("")
     taker = re.search(r"`([\w.]+)`", last.what)
     if not (last.name.startswith("**") and taker):
         return
     if taker[1] not in known:
-        raise LookupError(f"{entry.name}: `{taker[1]}`, which takes its **kwargs, is not public")
+        raise LookupError(f"{entry.name}: `{taker[1]}`, which accepts its **kwargs, is not public")
     own = {p.name for p in entry.parameters} | entry.passed
     others = [p for p in known[taker[1]].parameters if p.default and p.name not in own]
     entry.parameters[-1:] = [Parameter("*"), *others]
@@ -128,7 +128,7 @@ def read(path: Path, package: Path) -> Module:
 
 
 def name_of(node: ast.stmt) -> str:
-    """Name what a statement defines; the empty string where it defines nothing."""
+    """Return the name that a statement defines; an empty string if it defines none."""
     if isinstance(node, ast.ClassDef | Function):
         return node.name
     if isinstance(node, ast.Assign):
@@ -137,12 +137,12 @@ def name_of(node: ast.stmt) -> str:
 
 
 def text(node: ast.AST | None) -> str:
-    """Write an expression of the source on one line; the empty string for None."""
+    """Write a source expression on one line; an empty string for None."""
     return "" if node is None else ast.unparse(node).replace(" ** ", "**")
 
 
 def docstring(node: ast.Module | ast.ClassDef | Function) -> str:
-    """Give the docstring of `node`, cleaned."""
+    """Return the cleaned docstring of `node`."""
     doc = inspect.cleandoc(ast.get_docstring(node, clean=False) or "")
     doc = re.sub(r"\n(?=(Raises|Sync|Source|Note)\b.*?: )", "\n\n", doc)
     return re.sub(r"(?<![(<])(https?://[^\s)]+[^\s).,;])", r"<\1>", doc)
@@ -169,7 +169,7 @@ def read_function(f: Function, comments: dict[int, str], cls: str = "") -> Entry
 
 
 def parameters(f: Function, comments: dict[int, str]) -> list[Parameter]:
-    """List the parameters of `f` with the comments behind them."""
+    """List the parameters of `f` with their comments."""
     given, a = [], f.args
     defaults = [None] * (len(a.args) - len(a.defaults)) + a.defaults
     given += [("", arg, default) for arg, default in zip(a.args, defaults, strict=True)]
@@ -181,7 +181,7 @@ def parameters(f: Function, comments: dict[int, str]) -> list[Parameter]:
         if not arg.arg:
             found.append(Parameter(stars))
             continue
-        above = range(last + 1, arg.lineno)  # a long comment stands on lines of its own
+        above = range(last + 1, arg.lineno)  # a long comment has its own lines
         last = (default or arg).end_lineno
         if arg.arg not in ("self", "cls"):
             lines = [*above, last] if last > f.lineno else []
@@ -191,7 +191,7 @@ def parameters(f: Function, comments: dict[int, str]) -> list[Parameter]:
 
 
 def read_class(cls: ast.ClassDef, comments: dict[int, str]) -> Entry:
-    """Read a class: how it is made, its methods."""
+    """Read a class: its constructor and its methods."""
     bases = ", ".join(b for b in map(text, cls.bases) if not b.startswith("_"))
     entry = Entry(cls.name, docstring(cls), f"class of {code(bases)}" if bases else "class")
     is_record = "NamedTuple" in bases or any("dataclass" in text(d) for d in cls.decorator_list)
@@ -212,19 +212,19 @@ def read_class(cls: ast.ClassDef, comments: dict[int, str]) -> Entry:
 
 
 def code(source: str) -> str:
-    """Write `source` as code inside of a table or a heading."""
+    """Write `source` as code inside a table or a heading."""
     return f"<code>{escape(source)}</code>" if source else ""
 
 
 def table(*rows: list[str]) -> str:
-    """Write a table whose first row is its head; a phone shows the other rows as blocks."""
+    """Write a table whose first row is its header; phones show the other rows as blocks."""
     head, *others = ([cell.replace("|", "&#124;") for cell in row] for row in rows)
     lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *others)]
     return "\n".join(['<div class="reference" markdown="1">\n', *lines, "\n</div>\n"])
 
 
 def signature(entry: Entry) -> str:
-    """Write how an entry is called, on one line or on several; types where no table has them."""
+    """Write the signature of an entry, on one or more lines; with types if no table has them."""
     given = []
     for p in entry.parameters:
         typed = f"{p.name}: {p.type}" if p.type and not entry.is_described else p.name
@@ -249,7 +249,7 @@ def parameter_table(entry: Entry) -> str:
 
 
 def describe(entry: Entry, level: int) -> list[str]:
-    """Write an entry under a heading of this level."""
+    """Write an entry under a heading of the given level."""
     badge = f" <small>{entry.kind}</small>" if entry.kind else ""
     label = entry.name if level == 2 else entry.name.split(".")[-1]
     anchor = f"{{ #{entry.anchor} data-toc-label='{label}' }}"
@@ -275,11 +275,11 @@ def page(module: Module) -> str:
 
 
 def index(modules: list[Module]) -> str:
-    """Write the page of all public names, module by module, with a line for each."""
+    """Write the page of all public names, grouped by module, with a line for each."""
     out = ["# API reference\n"]
     for module in modules:
         address = module.page.removeprefix("api/")
         rows = [[f"[{code(e.name)}]({address}#{e.anchor})", e.summary] for e in module.entries]
         out += [f"## mixedfp.{module.name}\n", module.doc + "\n"]
-        out.append(table(["name", "what it is"], *rows))
+        out.append(table(["name", "description"], *rows))
     return "\n".join(out)

@@ -1,8 +1,8 @@
 """Runs notebooks and counts those that pass.
 
-By default each in a fresh Jupyter kernel, writing nothing: the way that needs no nbdev.
-`--write` keeps the new outputs. `--nbdev` runs the command `nbdev_test` as its users do, several
-notebooks in one process, and counts what it says; then `index.ipynb`, which that leaves out.
+By default each runs in a fresh Jupyter kernel, without writing anything or needing nbdev.
+`--write` saves the new outputs. `--nbdev` runs the command `nbdev_test` as its users do, several
+notebooks in one process, and counts its reports; then `index.ipynb`, which nbdev_test skips.
 """
 
 import argparse
@@ -29,35 +29,35 @@ NEVER = {"notest", "eval: false", "eval:false"}
 
 
 def has_gpu() -> bool:
-    """Say if PyTorch finds a CUDA device."""
-    import torch  # here, not above: it takes seconds, and few notebooks ask
+    """Return whether PyTorch finds a CUDA device."""
+    import torch  # not at the top: it takes seconds, and few notebooks need it
 
     return torch.cuda.is_available()
 
 
 def is_skipped(cell: nbformat.NotebookNode) -> bool:
-    """Say if `cell` is not to be run here."""
+    """Return whether `cell` should not be run here."""
     if cell.cell_type != "code":
         return True
     marks = set(directives(cell.source))
-    # the last cell of a notebook calls nbdev_export(): a job for its author, not for a test
+    # the last cell of a notebook calls nbdev_export(): for its author, not for a test
     return bool(marks & NEVER) or "nbdev_export" in cell.source or "cuda" in marks and not has_gpu()
 
 
 def anywhere(text: str) -> str:
-    """Give `text`, often a warning, without the paths that only this machine has."""
+    """Return `text`, often a warning, without paths of this machine."""
     text = re.sub(r"[^\s'\"]*/site-packages/", "", text)
     text = re.sub(r"[^\s'\"]*/ipykernel_\d+/\d+\.py", "<cell>", text)
     return text.replace(f"{ROOT}/", "")
 
 
 def is_noise(output: nbformat.NotebookNode) -> bool:
-    """Say if `output` is only what the compiler logs where there is no GPU."""
+    """Return whether `output` is only the compiler's log message about a missing GPU."""
     return output.get("name") == "stderr" and "No CUDA runtime is found" in output.text
 
 
 def portable(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Give `output` with its texts made fit to be kept."""
+    """Return `output` with its texts ready to be saved."""
     if "text" in output:
         output.text = anywhere(output.text)
     for kind, value in output.get("data", {}).items():
@@ -81,16 +81,16 @@ def run_here(path: Path, write: bool) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
-    """Give the environment of a process that runs notebooks: each with its share of the cores."""
+    """Return the environment of a process that runs notebooks, with its share of the cores."""
     threads = str(max(1, (os.cpu_count() or 1) // args.workers))
     limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-    if args.write:  # fastai brings warnings of PyTorch's that no reader can do anything about
+    if args.write:  # fastai causes PyTorch warnings that are not useful to readers
         limits["PYTHONWARNINGS"] = "ignore::FutureWarning"
     return {**os.environ, **limits}
 
 
 def run_apart(path: Path, args: argparse.Namespace) -> bool:
-    """Run the notebook at `path` in its own process, print how it went, and say if it passed."""
+    """Run the notebook at `path` in its own process, print the result, return whether it passed."""
     start = time.perf_counter()
     try:
         done = subprocess.run(
@@ -104,7 +104,7 @@ def run_apart(path: Path, args: argparse.Namespace) -> bool:
         )
         passed, output = done.returncode == 0, done.stdout
     except subprocess.TimeoutExpired as stopped:
-        passed, output = False, (stopped.stdout or b"") + b"\nstopped: it took too long"
+        passed, output = False, (stopped.stdout or b"") + b"\nstopped: timed out"
     took = time.perf_counter() - start
     line = f"{'passed' if passed else 'FAILED'} {took:6.1f} s  {path.relative_to(ROOT)}"
     if not passed:
@@ -114,7 +114,7 @@ def run_apart(path: Path, args: argparse.Namespace) -> bool:
 
 
 def run_nbdev(paths: list[Path], args: argparse.Namespace, *options: str) -> list[bool]:
-    """Run `nbdev_test`, print what it says, and give for each of `paths` whether it passed."""
+    """Run `nbdev_test`, print its output, and return for each of `paths` whether it passed."""
     test = [str(Path(sys.executable).parent / "nbdev_test"), "--do_print", *options]
     began, ended, failed, said = {}, set(), set(), []
     limit = 3 * args.timeout  # for all of them
@@ -141,23 +141,23 @@ def run_nbdev(paths: list[Path], args: argparse.Namespace, *options: str) -> lis
                 print(f"ended {took:7.1f} s  {shown}", flush=True)
             else:
                 said.append(line)
-            # an error as it comes up, and the list of all at the end
+            # an error as it occurs, and the list of all errors at the end
             if of_failed := re.fullmatch(r"(?:\w+ in |\t)(\S+\.ipynb):?\n?", line):
                 failed.add(Path(of_failed[1]).name)
         kill.cancel()
     print("".join(said).strip(), flush=True)
     if process.returncode == -signal.SIGKILL:
         print(f"stopped after {limit:.0f} s", flush=True)
-    if process.returncode > 0 and not failed:  # for another reason than a cell
+    if process.returncode > 0 and not failed:  # for a reason other than a cell
         return [False] * len(paths)
     return [str(path) in ended and path.name not in failed for path in paths]
 
 
 def run_parts(args: argparse.Namespace) -> list[bool]:
-    """Run all notebooks with `nbdev_test`, and give for each whether it passed.
+    """Run all notebooks with `nbdev_test`, and return for each whether it passed.
 
-    It runs them by name, so the lessons, which train models, would come last, and the longest of
-    them alone. They are a part of their own, beside the others.
+    It runs them in order of name, so the lessons, which train models, would run last, and the
+    longest of them alone. They therefore run as a separate part, in parallel with the others.
     """
     is_lesson = {path: "tutorials" in path.parts for path in all_notebooks()}
     lessons = [path for path in is_lesson if is_lesson[path]]
@@ -182,29 +182,29 @@ def run_parts(args: argparse.Namespace) -> list[bool]:
 
 
 def run_all(paths: list[Path], args: argparse.Namespace) -> list[bool]:
-    """Run the notebooks at `paths` and give for each whether it passed."""
+    """Run the notebooks at `paths` and return for each whether it passed."""
     if args.nbdev:
         return run_parts(args)
     paths = [path.resolve() for path in paths] or all_notebooks()
-    # lessons train models: begin with them, so that no worker waits long for the last
+    # lessons train models: start with them, so that workers do not wait long for the last
     paths.sort(key=lambda path: "tutorials" not in path.parts)
     with ThreadPoolExecutor(args.workers) as pool:
         return list(pool.map(lambda path: run_apart(path, args), paths))
 
 
 def main() -> int:
-    """Run what the command line asks for."""
+    """Run the notebooks selected on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("paths", nargs="*", type=Path, help="notebooks; all of them by default")
+    parser.add_argument("paths", nargs="*", type=Path, help="notebooks; all by default")
     parser.add_argument("--workers", type=int, default=1, help="notebooks at a time")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one notebook")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--nbdev", action="store_true", help="all of them, with nbdev_test")
-    how.add_argument("--write", action="store_true", help="keep the new outputs")
+    how.add_argument("--nbdev", action="store_true", help="run all with nbdev_test")
+    how.add_argument("--write", action="store_true", help="save the new outputs")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.nbdev and args.paths:
-        parser.error("--nbdev runs all notebooks: of one alone, say nbdev_test --path NOTEBOOK")
+        parser.error("--nbdev runs all notebooks: for a single one, use nbdev_test --path NOTEBOOK")
     if args.here:
         try:
             run_here(args.here, args.write)

@@ -1,4 +1,4 @@
-"""Prints how large the package is, and fails where it has outgrown its limits."""
+"""Prints the size of the package, and fails if it exceeds its limits."""
 
 import ast
 import re
@@ -8,18 +8,18 @@ from pathlib import Path
 from notebooks import ROOT
 
 LINES, CODE, MODULES, FUNCTION = 8900, 6465, 34, 60
-BESIDE = {"audit": 330, "memory": 310}  # lines of what works without the rest, and is not counted
+BESIDE = {"audit": 330, "memory": 310}  # lines of standalone modules, which are not counted
 TEST_LINES = 14430
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 
 
 def is_patch(decorator: ast.expr) -> bool:
-    """Whether `decorator` is fastcore's `patch` or `patch_to`."""
+    """Return whether `decorator` is fastcore's `patch` or `patch_to`."""
     return getattr(getattr(decorator, "func", decorator), "id", "") in ("patch", "patch_to")
 
 
 def look(path: Path) -> tuple[int, int, list[str]]:
-    """Return the lines of `path`, its lines of code, and what is wrong in it."""
+    """Return the lines of `path`, its lines of code, and its errors."""
     text = path.read_text(encoding="utf-8")
     lines, docs, wrong = text.splitlines(), set(), []
     for node in ast.walk(ast.parse(text)):
@@ -44,7 +44,7 @@ def look(path: Path) -> tuple[int, int, list[str]]:
 
 
 def main() -> int:
-    """Print the figures and what is wrong."""
+    """Print the figures and the errors."""
     modules = sorted(p for p in (ROOT / "mixedfp").rglob("*.py") if p.stem != "_modidx")
     found = [look(path) for path in modules]
     sizes = {p.stem: n for p, (n, _, _) in zip(modules, found, strict=True)}
@@ -54,7 +54,7 @@ def main() -> int:
     modules = [p for p in modules if p.stem != "__init__"]
     print(
         f"size: {lines} lines (limit {LINES}), {code} of code ({CODE}), {len(modules)} modules "
-        f"({MODULES}); beside it: {', '.join(f'{k} {sizes[k]} ({n})' for k, n in BESIDE.items())}; "
+        f"({MODULES}); plus: {', '.join(f'{k} {sizes[k]} ({n})' for k, n in BESIDE.items())}; "
         f"tests: {tests} lines ({TEST_LINES})"
     )
     wrong = [text for _, _, texts in found for text in texts]

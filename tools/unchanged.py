@@ -1,8 +1,8 @@
-"""Runs a command and fails if it changed what is kept in the repository, naming the files.
+"""Runs a command and fails if it changed files in the repository, naming them.
 
     python tools/unchanged.py nbdev_export
 
-It compares contents before and after, not with the last commit: work in progress does not matter.
+It compares contents before and after, not with the last commit, so uncommitted work is fine.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ PASSING = {"__pycache__", ".ipynb_checkpoints", ".last_checked"}
 
 
 def snapshot() -> dict[Path, str]:
-    """Give the hash of each watched file."""
+    """Return the hash of each watched file."""
     tops = [ROOT / name for name in WATCHED]
     files = [path for top in tops for path in [top, *top.rglob("*")] if path.is_file()]
     kept = [path for path in files if not PASSING.intersection(path.parts)]
@@ -25,13 +25,13 @@ def snapshot() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Run the command that the arguments are."""
+    """Run the command given by the arguments."""
     before = snapshot()
     code = subprocess.run(sys.argv[1:], cwd=ROOT, stdin=subprocess.DEVNULL).returncode
     after = snapshot()
     changed = sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p))
     for path in changed:
-        print(f"{path}: changed by `{' '.join(sys.argv[1:])}`; look at it, keep it, run this again")
+        print(f"{path}: changed by `{' '.join(sys.argv[1:])}`; review it, keep it, run this again")
     return code or (1 if changed else 0)
 
 

@@ -34,7 +34,7 @@ class Mode(NamedTuple):
     masters: int  # for each 16-bit weight
     gradients: int
     states: int  # of each state
-    line: str  # the code that turns it on
+    line: str  # the code that enables it
 
 
 _FLAT = "to_bf16(flat_master=True, store_param_remainders=True"
@@ -54,7 +54,7 @@ N_STATES = dict(adamw=2, adam=2, nadam=2, radam=2, sgd=1, rmsprop=1, adagrad=1, 
 def on_meta(
     make: Callable[[], nn.Module],
 ) -> nn.Module:  # its tensors have shapes but no memory
-    "Make a model on the meta device; if its code needs values, on the CPU first."
+    "Create a model on the meta device; if its code needs values, on the CPU first."
     try:
         with torch.device("meta"):
             return make()
@@ -63,7 +63,7 @@ def on_meta(
 
 
 def _faked(model):
-    "Replace the tensors of `model` by fake CPU tensors, for autocast; call it in a fake mode."
+    "Replace the tensors of `model` with fake CPU tensors, for autocast; call inside a fake mode."
     new: dict[int, Any] = {}
 
     def fake(t):
@@ -86,7 +86,7 @@ def activation_bytes(
 ) -> int:
     """Return the bytes that one forward pass and a loss keep for the backward pass.
 
-    Uses fake tensors, without memory. Tensors of the model and of the batch do not count.
+    Uses fake tensors, which take no memory. Tensors of the model and the batch do not count.
     """
     model = copy.deepcopy(model).train()
     if dtype != torch.float32:
@@ -116,7 +116,7 @@ def activation_bytes(
 
 
 def _loss(out):
-    "Return the loss that the model computed, or else a classifier's loss of the first output."
+    "Return the loss that the model computed, or else a classification loss of the first output."
     if getattr(out, "loss", None) is not None:
         return out.loss
     outputs: list[Tensor] = []
@@ -125,7 +125,7 @@ def _loss(out):
 
 # %% ../../nbs/diagnose/04_memory.ipynb #dfa1eef5
 class Memory:
-    "The memory of training a model, by mode and role; `print` it, read `table`, or `plot` it."
+    "The memory needed to train a model, by mode and role; `print` it, read `table`, or `plot` it."
 
     def __init__(self, n: int, n_trained: int, rows: dict[str, dict[str, int]]):
         self.n, self.n_trained, self.rows = n, n_trained, rows  # parameters; bytes by mode and role
@@ -160,7 +160,7 @@ class Memory:
         return ax
 
     def __repr__(self) -> str:
-        """Return the table, and the line of code of each mode."""
+        """Return the table and each mode's line of code."""
         head = f"{self.n:,} parameters, {self.n_trained:,} of them trained; {self._unit[1]}"
         lines = [f"  {mode:30} {MODES[mode].line}" for mode in self.rows]
         table = self.table.to_string(float_format=lambda x: f"{x:,.2f}" if x < 10 else f"{x:,.0f}")
@@ -175,10 +175,10 @@ def memory_of(
     """Return the memory that training `model` on `batch` needs in each mode, without training.
 
     Peak: weights, masters, states, and the larger of gradients and activations; in a fastai Learner
-    both of them, because it keeps zeroed gradients during the next forward pass. Activations are
-    those of PyTorch's operations on a CPU under autocast, without checkpointing; fused attention
+    both, because it keeps zeroed gradients during the next forward pass. Activations are
+    counted for PyTorch's CPU operations under autocast, without checkpointing; fused attention
     on a GPU keeps less.
-    Raises: ValueError for an unknown optimizer; any error of the model on a batch without values.
+    Raises: ValueError for an unknown optimizer; any model error on a batch without values.
     """
     if optimizer not in N_STATES:
         raise ValueError(f"`optimizer` is {optimizer!r}: expected one of {', '.join(N_STATES)}")
@@ -230,7 +230,7 @@ def load(
                 raise
     raise ValueError(
         f"{name!r} is no model of torchvision or timm that is installed: expected one, the "
-        "config.json of a Hugging Face model, or file.py:function for a function that makes it"
+        "config.json of a Hugging Face model, or file.py:function for a function that returns it"
     )
 
 
@@ -258,9 +258,9 @@ def main(
 ) -> None:
     """Run `mixedfp_memory`: print the table, and draw it with `--plot`."""
     parser = argparse.ArgumentParser(
-        prog="mixedfp_memory", description="Bytes that training takes in each mode, worked out."
+        prog="mixedfp_memory", description="Compute the bytes that training needs in each mode."
     )
-    parser.add_argument("model", help="torchvision's or timm's name, config.json, file.py:function")
+    parser.add_argument("model", help="torchvision or timm name, config.json, file.py:function")
     parser.add_argument("--optimizer", default="adamw", choices=list(N_STATES))
     parser.add_argument("--batch", type=int, default=32, help="images or texts; default: 32")
     parser.add_argument("--size", type=int, default=224, help="pixels; default: 224")

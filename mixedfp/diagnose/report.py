@@ -32,11 +32,11 @@ from ..torch_private import uncompiled
 # %% ../../nbs/diagnose/01_report.ipynb #cc0e14bb
 _BIAS, _MASK = 127, 254  # float32's exponent bias; the stored exponent of mask constants
 _EXPONENTS = torch.arange(1, _MASK, dtype=torch.float64, device="cpu") - _BIAS
-_LIMIT = 2.0 ** (_MASK - _BIAS)  # from here on: mask constants such as `torch.finfo(dtype).min`
+_LIMIT = 2.0 ** (_MASK - _BIAS)  # mask constants start here, such as `torch.finfo(dtype).min`
 
 
 class Numbers:
-    "The magnitudes of numbers: counts of their exponents, the largest, and the format's limits."
+    "The magnitudes of numbers: exponent counts, the largest, and the format's limits."
 
     def __init__(self, dtype: torch.dtype = torch.float32):  # their format
         self.dtype, self.largest = dtype, 0.0
@@ -60,7 +60,7 @@ class Numbers:
         return int(self.counts[_EXPONENTS < self._floor() - math.floor(math.log2(scale))].sum())
 
     def least_scale(self, share: float, power: int) -> float:
-        "Return the exponent of the lowest scale that loses at most `share` of the sum |x|**power."
+        "Return the exponent of the lowest scale that loses at most `share` of sum(|x|**power)."
         terms = self.counts * 2.0 ** (power * _EXPONENTS)
         must_stay = terms.cumsum(0) > share * terms.sum()
         return self._floor() - _EXPONENTS[must_stay].min().item() if must_stay.any() else -math.inf
@@ -97,8 +97,8 @@ class Errors:
 @contextmanager
 def watch_calls(
     model: nn.Module,
-    before: Callable,  # (name, module, args, kwargs) → None, or other args and kwargs
-    after: Callable,  # (name, module, args, out) → None, or another output
+    before: Callable,  # (name, module, args, kwargs) → None, or new args and kwargs
+    after: Callable,  # (name, module, args, out) → None, or a new output
 ) -> Iterator[None]:
     "Inside this block, call `before` and `after` around each call of a module."
     with ExitStack() as hooks:
@@ -129,13 +129,13 @@ class _Event:
         self.grads = {}  # of the inputs, by position
 
     def is_same_call(self, other):
-        "Whether both are from the same call; a 16-bit model may take another path."
+        "Return whether both are from the same call; a 16-bit model may take a different path."
         shapes, others = ([t.shape for t in e.tensors] for e in (self, other))
         return self.name == other.name and shapes == others
 
 
 class _Recorder:
-    "Records a pass by events; modules receive the tensors of `truth`, if that pass is given."
+    "Records a pass as events; modules receive the tensors of `truth`, if that pass is given."
 
     def __init__(self, truth=()):
         self.events, self.truth, self.running, self.last = [], iter(truth), [], None
@@ -173,7 +173,7 @@ class _Recorder:
         def swap(t):
             if not t.is_floating_point() or not t.numel():
                 return t
-            new = next(values).to(t.dtype, copy=True)  # a module may write into it
+            new = next(values).to(t.dtype, copy=True)  # a module may write to it
             vars(new).update(vars(t))  # fastai's `SequentialEx` attaches its input to tensors
             return new
 
@@ -244,11 +244,11 @@ class _Twins:
         if training is not None:
             self.full.train(training)
         for m in self.full.modules():
-            if "Dropout" in type(m).__name__:  # a mask is not an error of 16 bits
+            if "Dropout" in type(m).__name__:  # a mask is not a 16-bit error
                 m.eval()
         self.half = half_copy(self.full, settings.policy)
         for twin in (self.full, self.half):
-            if hasattr(twin, "reset"):  # fastai's: clears states from the last batch
+            if hasattr(twin, "reset"):  # in fastai models: clears the state of the last batch
                 twin.reset()  # pyright: ignore
         self.rows = {name: ModuleNumbers(name, m) for name, m in self.full.named_modules()}
         self.rows[INPUTS] = ModuleNumbers(INPUTS)
@@ -256,10 +256,10 @@ class _Twins:
         self.losses = defaultdict(list)  # by copy
 
     def measure(self, batch, loss_func):
-        "Run the passes of a batch and compare them."
+        "Run the passes on a batch and compare them."
         truth = self._run(self.full, batch, loss_func)
         noisy = self._run(self.half, batch, loss_func)
-        alone = self._run(self.half, batch, loss_func, truth)  # each module on its own
+        alone = self._run(self.half, batch, loss_func, truth)  # each module in isolation
         for true, total, own in zip(truth, noisy, alone, strict=False):
             if total.is_same_call(true) and own.is_same_call(true):
                 self._compare(true, total, own)
@@ -303,7 +303,7 @@ class _Twins:
             row.add_grad("inputs", own.tensors[k].dtype, g, total.grads.get(k), self.scale)
 
     def _owner(self, key):
-        "Return the row of a parameter; some weights are used by the module around theirs."
+        "Return the row of a parameter; some weights are used by an enclosing module."
         name = _around(key.rpartition(".")[0], self.order)
         return self.order.setdefault(name, self.rows[name])
 
@@ -322,11 +322,11 @@ class _Twins:
 WINDOW_LOSS = 1e-3  # share of the gradients that a scale window may flush
 MIN_OWN_SNR = 20.0  # dB: a module's own error is a tenth of its output; rounding alone: 50 or more
 MAX_LOST_ENERGY = 1e-2  # share of a gradient's sum of squares; 20 dB
-HEADROOM = 1  # powers of two kept free above the largest gradient by a proposed scale
+HEADROOM = 1  # powers of two that a proposed scale keeps free above the largest gradient
 
 
 class ModuleNumbers:
-    "The findings on one module: a row of the report."
+    "The findings for one module: a row of the report."
 
     def __init__(self, name: str, module: nn.Module | None = None):
         self.name, self.kind = name, "" if module is None else type(module).__name__
@@ -336,13 +336,13 @@ class ModuleNumbers:
         self.columns: Any = set()  # columns of the batch that are out of range
 
     def add_grad(self, what, dtype, g, scaled, scale):
-        "Add true gradients of inputs or weights, and the 16-bit pass's, which are in `dtype`."
+        "Add true gradients of inputs or weights, and those of the 16-bit pass, in `dtype`."
         self.grads.setdefault((what, dtype), Numbers(dtype)).add(g)
         if scaled is not None:
             self.errors[what].add(g, scaled.to_dense().float() / scale)
 
     def finish(self, settings):
-        "Compute the verdict from the numbers that were added."
+        "Compute the verdict from the recorded numbers."
         names = "total", "own", "inherited", "weights" if self.params else "inputs"
         snrs = (self.errors[name].decibels() for name in names)
         self.snr, self.own, self.inherited, self.grad_snr = snrs
@@ -351,7 +351,7 @@ class ModuleNumbers:
         self.layer_scale = scales.get(_around(self.name, scales), 1.0)
         shift, grads = math.log2(self.layer_scale), self.grads.values()
         # exponents of loss scales, before the layer's own scale: the lowest that preserves the
-        # gradients' squares; the lowest and the highest that lose hardly any number
+        # gradients' squares; the lowest and the highest that lose hardly any numbers
         squares = (n.least_scale(MAX_LOST_ENERGY, 2) for n in grads)
         self.least_scale = max(squares, default=-math.inf) - shift
         low = max((n.least_scale(WINDOW_LOSS, 0) for n in grads), default=-math.inf)
@@ -419,7 +419,7 @@ class PrecisionReport:
     `print` it, or use `table`, `line`, `causes` and the plots.
     """
 
-    def __init__(self, modules, settings, losses):  # in the order of the run; in 32 and 16 bits
+    def __init__(self, modules, settings, losses):  # in execution order; in 32 and 16 bits
         self.modules, self.settings, self.losses = modules, settings, losses
         self.verdicts = {m.name: m.verdict for m in modules if m.verdict != "ok"}  # all but `ok`
         in_32, in_16 = map(math.isfinite, losses)
@@ -428,7 +428,7 @@ class PrecisionReport:
 
     @property
     def causes(self) -> list[str]:
-        "The modules with a verdict, first failure first: in a backward pass the last module."
+        "The modules with a verdict, first failure first: in the backward pass, the last module."
         backward = [k for k, v in self.verdicts.items() if v.startswith("scale")]
         return [*(k for k in self.verdicts if k not in backward), *reversed(backward)]
 
@@ -468,7 +468,7 @@ class PrecisionReport:
 
     @property
     def table(self) -> Any:
-        "A pandas table with a row per module, in the order of the run."
+        "A pandas table with a row per module, in execution order."
         import pandas as pd
 
         table = pd.DataFrame([m.as_row(self.settings) for m in self.modules]).set_index("module")
@@ -482,22 +482,22 @@ class PrecisionReport:
         if self.is_fine:
             return f"{head}all modules are ok"
         found = "; ".join(f"{k or '(model)'}: {self.verdicts[k]}" for k in self.causes[:5])
-        found = found or "all modules are ok, the loss is not"
+        found = found or "all modules are ok, but the loss is not"
         more = f", and {len(self.causes) - 5} more" if len(self.causes) > 5 else ""
         return f"{head}{found}{more}\n→ {self.line or 'none of the settings that were tried helps'}"
 
     def plot(self, what: str = "activations", ax: Any = None) -> Any:  # matplotlib's axes
         """Draw the exponents of 'activations' or 'gradients', a row per module.
 
-        The format's range is grey. Gradients are the true ones, and their range is that of a
-        scaled loss. Raises: ValueError.
+        The format's range is grey. Gradients are the true ones, and their range is divided
+        by the loss scale. Raises: ValueError.
         """
         if what not in ("activations", "gradients"):
             raise ValueError(f"`what` is {what!r}: expected activations or gradients")
         return _plot_exponents(self, what, ax)
 
     def __repr__(self) -> str:
-        """Return headline and table."""
+        """Return the headline and the table."""
         return f"{self.headline()}\n{self.table.round(2).to_string()}"
 
     def _repr_html_(self) -> str:
@@ -529,14 +529,14 @@ def precision_report(
     """Compare a model in 16 bits with itself in float32, module by module.
 
     Each batch takes three forward and two backward passes through copies of the model, without
-    dropout, and as many again for each setting that is tried if a module has a verdict. Memory is
+    dropout, and as many again for each setting tried if a module has a verdict. Memory is
     needed for the copies of the model, and for the activations of all three passes.
-    Raises: TypeError, ValueError for invalid settings, and all errors of the model.
+    Raises: TypeError, ValueError for invalid settings, and any error of the model.
     Sync: some numbers for each call of a module.
     """
     policy = policy_for(model, dtype, keep_fp32, native)
     if policy.dtype == torch.float32:
-        raise ValueError("`dtype` is torch.float32, which the report compares with: give 16 bits")
+        raise ValueError("`dtype` is torch.float32, which the report compares with: use 16 bits")
     default = 512.0 if policy.dtype == torch.float16 else 1.0
     scale = check_positive("loss_scale", default if loss_scale is None else loss_scale)
     settings = Settings(policy, scale, dict(layer_scales or {}))
@@ -558,7 +558,7 @@ def precision_report(
 
 
 def policy_for(model: nn.Module, dtype: Any, keep_fp32: Any, native: bool | None) -> Policy:
-    "Return settings in which None is replaced by the model's, or float16 if it has no 16 bits."
+    "Return settings with None replaced by the model's; the dtype by float16 if it has no 16 bits."
     kinds = [p.dtype for p in model.parameters() if is_castable(p) and p.itemsize == 2]
     known = _policy_of(model) or Policy()
     if dtype is None:

@@ -72,7 +72,7 @@ class Vector:
         self.like = {i: (p.shape, p.stride()) for i, p in zip(members, params, strict=True)}
         device, dtype, narrow = _kind(masters, members[0])
         self.is_cast = narrow != dtype
-        # one vector after another: the originals of one are freed before the next is allocated
+        # one vector at a time: the originals of one are freed before the next is allocated
         self.master: Any = torch.zeros(n, dtype=dtype, device=device)
         for i in members:
             masters.master[i] = self.view(self.master, i).copy_(masters.full(i))
@@ -106,8 +106,8 @@ class Vector:
         "Restart master `i` from `now`, which other code has written to the weight."
         warn_once(
             "weights were written between two steps: with store_param_remainders=True a parameter "
-            "that is written to loses the lower half of its masters, also where it was not "
-            "changed. To write often, train with store_param_remainders=False"
+            "that is written to loses the lower half of its masters, even where it was not "
+            "changed. If you write often, train with store_param_remainders=False"
         )
         self.view(self.half, i).copy_(now)
         self.view(self.remainder, i).zero_()
@@ -144,12 +144,12 @@ def lay_out(
     masters: Masters,
     lists: list[list[Parameter]],  # the parameters of each group of an optimizer
 ) -> None:
-    "Move the trained masters of `lists` that are not in a vector yet into vectors."
+    "Move the trained masters of `lists` into vectors, unless they are already in one."
     masters.sync()
     check_joined(masters, [p for ps in lists for p in ps])
     masters.widen_trained()
     placed = set(masters.placed)
-    # cuDNN's weights share a block of their own; otherwise it copies them in each pass
+    # cuDNN's weights share their own block; otherwise it copies them in each pass
     rnns = [m for m in masters.model.modules() if isinstance(m, nn.RNNBase)]
     of_cudnn = [p for m in rnns for p in m.parameters() if p.is_cuda]
     placed |= {masters.index[p] for p in of_cudnn if p in masters.index}
@@ -171,7 +171,7 @@ def check_joined(
     masters: Masters,
     params: list[Any],  # of an optimizer
 ) -> None:
-    "Refuse 16-bit parameters that have joined later. Raises: MixedPrecisionError."
+    "Reject 16-bit parameters that were added later. Raises: MixedPrecisionError."
     known = set(map(id, masters.params))
     for p in params:
         if p.dtype in NARROW and id(p) not in known:
@@ -183,7 +183,7 @@ def check_joined(
 
 
 def is_vectorizable(p: Parameter) -> bool:
-    "Whether the master of `p` can be in a vector: trained, dense, neither empty nor a scalar."
+    "Return whether the master of `p` can be in a vector: trained, dense, not empty or scalar."
     return (p.requires_grad or p.grad is not None) and p.dim() > 0 < p.numel() and is_dense(p)
 
 
@@ -214,7 +214,7 @@ class Chunk:
         self.group, self.vector, self.part = run.group, run.vector, slice(a, b)
         self.state: dict[str, Any] = {}
         self.views: dict[str, Tensor] = {}  # slices of the states' vectors
-        self.narrow: list[str] = []  # those in 16 bits
+        self.narrow: list[str] = []  # names of those in 16 bits
         self.n_steps: int | None = run.numbers.get("step")  # a fused optimizer's is on the device
         self.sources, self.targets = [], []  # slices of gradients, and their destinations
         covered = 0
@@ -339,7 +339,7 @@ class ChunkLoop:
         self.dtypes = masters.policy.state_dtype or {}
         self.states: dict[tuple, Tensor] = {}  # by vector and name
         self.scratch: dict[tuple, Tensor] = {}  # by device and dtype
-        self.freed: list[Tensor] = []  # those that are allocated for a step only
+        self.freed: list[Tensor] = []  # scratch that is allocated only for a step
         self.runs: list[Run] = []
         self.seen: Any = [], [], [], None  # the inputs of the current plan
         self.chunks: list[Chunk] = []  # the chunks of all runs
@@ -476,7 +476,7 @@ class ChunkLoop:
                         self.core.state[p] = state
 
     def export(self, name: str, value: Any) -> Any:
-        "Return an entry of a state as a file stores it: in float32, step counts copied."
+        "Return a state entry as a file stores it: in float32, with step counts copied."
         is_narrow = name in self.dtypes and isinstance(value, Tensor)
         return value.float() if is_narrow else _copied(value)
 

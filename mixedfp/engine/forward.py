@@ -27,9 +27,9 @@ from ..torch_private import uncompiled
 class HalfForward(WrappedForward):
     """The forward pass of a 16-bit model, which takes and returns 32-bit tensors.
 
-    Inputs arrive as they are passed; `torch.autocast` casts them where a product needs it. With
+    Inputs arrive unchanged; `torch.autocast` casts them where a product needs it. With
     `policy.autocast` off, inputs are cast to the model's dtype. 16-bit outputs become float32. On a
-    CPU `InFloat32` is on as well; both modes are turned off after any exception. In float32 nothing
+    CPU `InFloat32` is also on; both modes are turned off after any exception. In float32 nothing
     is cast.
     Raises: MixedPrecisionError for a constant in the model beyond float16's range.
     """
@@ -65,7 +65,7 @@ class HalfForward(WrappedForward):
                 raise
 
     def _explain(self, error):
-        "Raise a clearer error where 16 bits are the cause of `error`."
+        "Raise a clearer error if the 16-bit dtype caused `error`."
         name, what = type(self.module).__name__, str(error)
         if "without overflow" in what and self.policy.dtype == torch.float16:
             raise MixedPrecisionError(
@@ -74,8 +74,8 @@ class HalfForward(WrappedForward):
             ) from error
         if self.policy.autocast and ("dtype" in what or "scalar type" in what):
             raise RuntimeError(
-                f"{error}\n{name} combines dtypes in an operator that torch.autocast leaves alone: "
-                f"cast there, or use autocast=False, which gives {name} 16-bit inputs"
+                f"{error}\n{name} combines dtypes in an operator that torch.autocast does not "
+                f"cast: cast there, or use autocast=False, which gives {name} 16-bit inputs"
             ) from error
 
     def _modes(self):
@@ -95,7 +95,7 @@ class HalfForward(WrappedForward):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        "Compute in a block as the forward pass does, for a trainer that calls parts of the model."
+        "Make a block compute like the forward pass, for a trainer that calls parts of the model."
         if self.before is not None:
             self.before()
         autocast, on_cpu = self._modes()
@@ -106,9 +106,9 @@ class HalfForward(WrappedForward):
 class NormForward(WrappedForward):
     """The forward pass of a norm that takes and returns the dtype of its input.
 
-    PyTorch's kernels add up in float32 inside. Under `torch.autocast` they would return float32 as
-    well, and the next product would cast it back. Where input and weight differ in dtype, both are
-    widened.
+    PyTorch's kernels accumulate in float32 internally. Under `torch.autocast` they would also
+    return float32, and the next product would cast it back. If input and weight differ in dtype,
+    both are widened.
     """
 
     def __call__(self, x: Tensor) -> Tensor:  # dtype and shape of `x`
@@ -129,13 +129,13 @@ class NormForward(WrappedForward):
 
 
 class TableForward(WrappedForward):
-    """The forward pass of an embedding, whose gradients a CPU adds up in float32.
+    """The forward pass of an embedding, whose gradients are summed in float32 on a CPU.
 
     `InFloat32` does the same for every lookup, but gradient checkpointing computes outside of it.
     """
 
     def __call__(self, *args, **kwargs) -> Any:
-        """Look up."""
+        """Look up the rows."""
         weight: Any = self.module.weight
         if not weight.is_cpu or weight.itemsize != 2:
             return self.own(*args, **kwargs)
@@ -151,8 +151,8 @@ _WRAPPERS = {
 
 def wrapped_modules(
     model: nn.Module,
-) -> list[tuple[nn.Module, type[WrappedForward]]]:  # and the wrapper of each
-    "Return norms over a sample and embeddings that have PyTorch's own forward pass."
+) -> list[tuple[nn.Module, type[WrappedForward]]]:  # with the wrapper of each
+    "Return the per-sample norms and the embeddings that use PyTorch's own forward pass."
     own = {kind.forward: wrapper for kind, wrapper in _WRAPPERS.items()}
     found = [(m, own.get(type(m).forward)) for m in model.modules()]
     return [(m, wrapper) for m, wrapper in found if wrapper is not None]
@@ -169,7 +169,7 @@ def install_forward(
     if policy.dtype != torch.float32 or layers is not None:
         if policy.autocast and policy.dtype != torch.float32:
             for m, wrapper in wrapped_modules(model):
-                if "forward" not in vars(m):  # else it is kept in float32, or wrapped already
+                if "forward" not in vars(m):  # otherwise it is kept in float32 or already wrapped
                     wrapper(m)
         for m in called_modules(model):
             HalfForward(m, policy, layers, before)

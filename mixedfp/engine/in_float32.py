@@ -27,7 +27,7 @@ def has_arithmetic(
     device: str | torch.device,  # of the model
     dtype: torch.dtype,  # of the model
 ) -> bool:
-    "Return whether PyTorch multiplies such matrices fast: on every accelerator, on few CPUs."
+    "Return whether PyTorch multiplies such matrices fast: on every accelerator, but on few CPUs."
     if torch.device(device).type != "cpu" or dtype.itemsize != 2:
         return True
     return platform.machine().lower() in ("arm64", "aarch64") or _x86_has(dtype)
@@ -41,7 +41,7 @@ def _x86_has(dtype):
 
 
 def _processor():
-    "Return the system's description of the processor, with the name of its vendor."
+    "Return the system's description of the processor, including the vendor's name."
     about = Path("/proc/cpuinfo")  # on Linux, where `platform` returns only "x86_64"
     return about.read_text() if about.is_file() else platform.processor()
 
@@ -55,9 +55,9 @@ PRODUCTS = frozenset(
     multi_head_attention_forward lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split()
 )
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
-# autocast computes these in float32, and these in the widest dtype that they are given
+# autocast computes these in float32, and `_WIDEST` in the widest dtype of the operands
 _IN_FLOAT = frozenset("softmax log_softmax softmin gumbel_softmax sigmoid cdist avg_pool3d".split())
-# CUDA's autocast computes these in float32, too: results can exceed float16's range
+# CUDA's autocast also computes these in float32: results can exceed float16's range
 _IN_FLOAT_ON_CUDA = frozenset(
     """__pow__ __rpow__ __rdiv__ __rtruediv__ acos asin cosh cosine_embedding_loss
     cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 hinge_embedding_loss
@@ -73,10 +73,10 @@ class InFloat32(TorchFunctionMode):
     """Compute on a CPU as a GPU does under `torch.autocast`, where the two differ.
 
     Products of 16-bit matrices are computed in float32 and rounded, as in a GPU's matrix units.
-    The casts are part of the graph, so a gradient outside of float16's range is lost at the same
-    point as on a GPU. Softmax is computed in float32, and in float16 every operator that CUDA's
-    autocast computes in float32. So is the sum of the gradients of a table, a weight that is read
-    by integer indices. Inside gradient checkpointing only a mode with `in_checkpoints` is active.
+    The casts are part of the graph, so a gradient outside float16's range is lost at the same
+    point as on a GPU. Softmax is computed in float32, as is, in float16, every operator that CUDA's
+    autocast computes in float32. The gradients of a table, a weight indexed by integers, are summed
+    in float32. Inside gradient checkpointing only a mode with `in_checkpoints` is active.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class InFloat32(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_lookup(self, args, kwargs):
-        "Whether a trained 16-bit weight is read by integer indices, perhaps often by one."
+        "Return whether a trained 16-bit weight is read by integer indices, which may repeat."
         if not torch.is_grad_enabled():
             return False
         both = (*args, *kwargs.values())
@@ -122,12 +122,12 @@ class InFloat32(TorchFunctionMode):
         return False
 
     def _look_up(self, func, args, kwargs):
-        "Look rows up, and sum their gradients in float32; in bfloat16 a count stops at 256."
+        "Look up rows and sum their gradients in float32; a bfloat16 count would stop at 256."
         if func.__name__ in _TABLES:
             kwargs = dict(zip(_TABLES[func.__name__], args, strict=False)) | kwargs
             if kwargs.get("sparse"):
                 return func(**kwargs)
-            if (limit := kwargs.pop("max_norm", None)) is not None:  # of the weight itself
+            if (limit := kwargs.pop("max_norm", None)) is not None:  # applied to the weight itself
                 weight, ids = kwargs["weight"].detach(), kwargs["input"].contiguous()
                 torch.embedding_renorm_(weight, ids, limit, kwargs.get("norm_type", 2.0))
             args = ()
@@ -171,7 +171,7 @@ def _call(func, inputs):
         return func(*inputs[0], **inputs[1])
 
 
-@private.outside_of_dynamo  # Dynamo compiles no recurrent layers
+@private.outside_of_dynamo  # Dynamo does not compile recurrent layers
 def _call_recurrent(func, inputs, in_float):
     if in_float or not private.cpu_multiplies_bf16():  # PyTorch rejects some of them
         return _call(func, to_float(inputs))
@@ -185,7 +185,7 @@ def _is_checkpointed():
 
 
 def _may_hook():
-    "Return whether a backward pass may follow, and no other hooks handle its tensors."
+    "Return whether a backward pass may follow and no other hooks handle its saved tensors."
     if is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
         return False
     return private.may_hook_saved_tensors() and private.saved_tensors_hooks_now() is None

@@ -43,11 +43,11 @@ def keep_low_bits(
     return torch.where(full.to(now.dtype) == now, full, now.to(full.dtype))
 
 
-PIECE = 2**18, 2**24  # numbers that are compared at a time, on a CPU and on a GPU
+PIECE = 2**18, 2**24  # numbers compared at a time, on a CPU and on a GPU
 
 
 def _pieces(pairs):
-    "Group pairs of tensors of the same devices and dtypes, up to `PIECE` numbers in a group."
+    "Group pairs of tensors by device and dtypes, up to `PIECE` numbers per group."
     kinds: dict[tuple, list] = {}
     sizes: dict[tuple, int] = {}
     for full, half in pairs:
@@ -62,9 +62,9 @@ def _pieces(pairs):
 
 @torch.no_grad()
 def take_writes(
-    pairs: Iterable[tuple[Tensor, Tensor]],  # a master, written; and its 16-bit weight
-) -> bool:  # whether masters were written, perhaps with the same numbers
-    """Set a master to its weight where the weight is not the rounded master: other code wrote it.
+    pairs: Iterable[tuple[Tensor, Tensor]],  # a master, written in place, and its 16-bit weight
+) -> bool:  # whether masters were written, perhaps with the same values
+    """Set a master to its weight where the two differ after rounding: other code wrote the weight.
 
     Small tensors are compared together. Sync: none; a GPU computes whether or not they differ.
     """
@@ -72,10 +72,10 @@ def take_writes(
 
 
 def take_writes_of(
-    fulls: tuple[Tensor, ...],  # masters of one device and dtype, written
+    fulls: tuple[Tensor, ...],  # masters of one device and dtype, written in place
     halves: tuple[Tensor, ...],  # their weights
 ) -> bool:  # whether the masters were written
-    "Do the same for tensors that are compared at once."
+    "Do the same for tensors that are compared together."
     full, half, is_one = fulls[0], halves[0], len(fulls) == 1
     if not is_one:
         full, half = (torch.cat([t.flatten() for t in ts]) for ts in (fulls, halves))
@@ -94,7 +94,7 @@ def take_writes_of(
 def differences(
     pairs: Iterable[tuple[Tensor, Tensor]],  # a master and its 16-bit weight
 ) -> list[Tensor]:  # (), in float32
-    "Return numbers that are not 0 if a weight is not its rounded master. Sync: none."
+    "Return numbers that are not 0 if a weight differs from its rounded master. Sync: none."
     found = []
     for fulls, halves in _pieces(pairs):
         rounded = [torch.empty_like(h) for h in halves]
@@ -127,7 +127,7 @@ _version, _data_ptr = attrgetter("_version"), Tensor.data_ptr
 class Swap(NamedTuple):
     "The masters that are swapped in."
 
-    members: list[int]  # numbers of parameters
+    members: list[int]  # indices of parameters
     addresses: list[int]  # of their masters
 
 
@@ -136,11 +136,11 @@ class Stamp(NamedTuple):
 
     versions: list[int]  # of the parameters
     addresses: list[int]
-    written: list[int | None]  # versions of the masters and of what was lent of them
+    written: list[int | None]  # versions of the masters and of lent tensors
 
     @classmethod
     def of(cls, masters: "Masters") -> "Stamp":
-        "Return the stamp of now. Raises: RuntimeError in a trace, whose tensors have no address."
+        "Return the current stamp. Raises: RuntimeError in a trace, where tensors have no address."
         lent, params = masters.lent, masters.params
         written = [None if m is None else m._version for m in masters.master]
         for i, t in lent.items():
@@ -170,7 +170,7 @@ class Masters:
         # the float32 shards of a sharded model are its masters, and it is not cast
         params = () if has_shards(model) else model.parameters()
         self.params = [p for p in params if is_castable(p)]
-        warn_if_rounded(dict(_trained(model)), "already")
+        warn_if_rounded({k: p for k, p in model.named_parameters() if p.requires_grad}, "already")
         # `data`, not `detach()`: writes to the parameter must not count as writes to the master
         self.master: list[Any] = [p.data.to(_full_dtype(p)) for p in self.params]
         self.half: list[Tensor] = []  # the memory that the model computes with
@@ -178,9 +178,9 @@ class Masters:
         self.vectors: list[Any] = []  # flat: see `engine.flat`
         self.steps: list[Any] = []  # the `MasterStep` of each optimizer
         self.snapshot: Any = None  # of the buffers, see `engine.buffers`
-        self.n_steps = 0  # made, not skipped
+        self.n_steps = 0  # without skipped ones
         self.placed: dict[int, Any] = {}  # the vector of each master that is in one
-        self.lent: dict[int, Tensor] = {}  # masters that are parts of vectors, as files have them
+        self.lent: dict[int, Tensor] = {}  # masters that are parts of vectors, as files store them
         self.swapped: Swap | None = None  # the masters that are the model's parameters now
         self._cast()
         self.handles = connect(self)
@@ -225,7 +225,7 @@ class Masters:
         self.note()
 
     def note(self) -> None:
-        "Record that weights and masters belong together as they are."
+        "Record that weights and masters match in their current state."
         self.stamp = Stamp.of(self)
         self.is_writing = False  # True from the start of a step until it calls this
 
@@ -239,8 +239,8 @@ class Masters:
     @contextmanager
     def shown(
         self,
-        members: list[int] | None = None,  # numbers of parameters; default: all
-        compare: bool = True,  # their weights with the masters; False: that was done
+        members: list[int] | None = None,  # indices of parameters; default: all
+        compare: bool = True,  # compare their weights with masters; False: already done
     ) -> Iterator[nn.Module]:
         "Swap the float32 masters in as the model's parameters while the block runs."
         if self.is_shown:
@@ -279,12 +279,12 @@ class Masters:
             self.params[i].data = m
 
     def members(self, params: Iterable[Any]) -> list[int]:
-        "Return the numbers of those of `params` that have masters."
+        "Return the indices of the `params` that have masters."
         numbers = {id(p): i for p, i in self.index.items()}
         return [numbers[id(p)] for p in params if id(p) in numbers]
 
     def vectors_of(self, members: Iterable[int]) -> list[Any]:
-        "Return the vectors that contain some of `members`."
+        "Return the vectors that contain any of `members`."
         return list({id(v): v for v in map(self.placed.get, members) if v is not None}.values())
 
     def widen_trained(self) -> None:
@@ -307,7 +307,7 @@ class Masters:
         self.swapped = None
 
     def _take_over(self, members):
-        "Copy what a step has set instead of written, as SAM does: `p.data = old`."
+        "Copy tensors that a step has set rather than written, as SAM does: `p.data = old`."
         for i in members:
             p, m = self.params[i], self.master[i]
             if m is not None and p.data_ptr() not in (m.data_ptr(), self.half[i].data_ptr()):
@@ -329,14 +329,14 @@ class Masters:
 
     # --- changes by other code ---
 
-    # after a graph break Dynamo compiles what a forward pass calls, each function on its own
+    # after a graph break Dynamo separately compiles each function that a forward pass calls
     @outside_of_dynamo
     @torch.no_grad()
     def sync(
         self,
-        members: Sequence[int] = (),  # those whose numbers are compared as well
+        members: Sequence[int] = (),  # those whose values are also compared
     ) -> None:
-        "Adopt what other code has written, moved or cast since the last step."
+        "Adopt tensors that other code has written, moved or cast since the last step."
         if self.swapped is not None:
             return
         if self.gradients.waiting:
@@ -369,7 +369,7 @@ class Masters:
             self.note()
 
     def _pairs(self, members):
-        "Return masters and weights to compare: of parameters, and of vectors piece by piece."
+        "Return masters and weights to compare: parameter by parameter, and vectors in pieces."
         pairs = [(self.master[i], self.half[i]) for i in members if i not in self.placed]
         for v in self.vectors_of(members):
             if v.remainder is None:
@@ -378,12 +378,12 @@ class Masters:
         return [(m, h) for m, h in pairs if m.dtype != h.dtype]
 
     def differences(self, members: Iterable[int]) -> list[Tensor]:
-        "Return numbers, (), that are not 0 if a weight on a GPU was written. Sync: none."
+        "Return scalar tensors that are not 0 if a weight on a GPU was written. Sync: none."
         return differences((m, h) for m, h in self._pairs(members) if h.is_cuda)
 
     @outside_of_dynamo
     def begin_forward(self) -> None:
-        "Adopt what other code has written, and prepare for the gradients of a forward pass."
+        "Adopt writes by other code, and prepare for the gradients of a forward pass."
         self.sync()
         if self.gradients.casts:
             self.gradients.begin_forward()
@@ -451,12 +451,12 @@ class Masters:
                     self.params[i].data = self.half[i]
 
     def full(self, i: int) -> Tensor:
-        "Return master number `i`; a copy if it is stored as a remainder."
+        "Return master `i`; a copy if it is stored as a remainder."
         m = self.master[i]
         return m if m is not None else self.placed[i].full(i)
 
     def lend(self, i: int) -> Tensor:
-        "Return master `i` for a file, in a storage of its own; writes to it count as the master's."
+        "Return master `i` for a file, in its own storage; writes to it count as the master's."
         m = self.full(i)
         if self.master[i] is None or m.untyped_storage().nbytes() <= m.nbytes:
             return m.detach()
@@ -480,8 +480,8 @@ class Masters:
     def float_model(self) -> nn.Module:
         """Return a float32 twin of the model whose parameters are the masters.
 
-        For weight averages (`AveragedModel(twin)`), evaluation and export. It follows the
-        training, except for buffers that the model has in 16 bits, which are copied once.
+        For weight averages (`AveragedModel(twin)`), evaluation and export. It follows
+        training, except for buffers that are 16-bit in the model, which are copied once.
         Raises: MixedPrecisionError if masters are stored as remainders.
         """
         if self.policy.store_param_remainders:
@@ -524,7 +524,3 @@ def _full_dtype(p):
     "Return float32 for weights that are trained in 16 bits; a frozen weight keeps its dtype."
     is_trained = p.requires_grad or p.grad is not None
     return torch.float32 if is_trained and p.itemsize == 2 else p.dtype
-
-
-def _trained(model):
-    return [(k, p) for k, p in model.named_parameters() if p.requires_grad]
