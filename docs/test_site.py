@@ -112,7 +112,7 @@ def test_a_picture_opens_in_full_size(parsed):
 
 def test_the_reference_shows_what_stands_behind_parameters():
     text = (SITE / "api/callback.html").read_text(encoding="utf-8")
-    assert 'id="learner.to_fp16"' in text and "the constant scale, or the first one" in text
+    assert 'id="learner.to_fp16"' in text and "the constant scale, or the initial one" in text
     assert "kwargs" not in text
     text = (SITE / "api/optimizer.html").read_text(encoding="utf-8")
     assert 'id="with_masters"' in text and "masters in a few long vectors" in text
