@@ -21,6 +21,7 @@ import torch
 import torchvision
 from fastai.vision import all as vision
 from matplotlib.figure import Figure
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from torch import Tensor, nn
 
@@ -248,16 +249,15 @@ def _check_device(device: str | None) -> torch.device:
         raise ValueError(f"device={device!r} cannot be used; the default is {found}") from e
 
 # %% ../nbs/18_compare.ipynb #125627a1
-def _train_all(
-    s: Namespace, precisions: list[str], get_dls: Callable, get_model: Callable
-) -> list[Result]:  # what was measured until the end, or until Ctrl-C
-    """Time and train in each of `precisions`, with a bar in a terminal."""
+def _train_all(s: Namespace, precisions: list, get_dls: Callable, get_model: Callable) -> list:
+    """Time and train in each of `precisions`, with a bar in a terminal, to the end or Ctrl-C."""
     times: dict[str, list[float]] = {precision: [] for precision in precisions}
     results, dls = [], get_dls(seed=s.seed)
     n_steps = s.repeats * min(3, len(dls.train)) + s.seeds * s.epochs * len(dls.train)
     columns = "{task.description}", BarColumn(), "{task.completed}/{task.total} steps"
-    in_log = not sys.stdout.isatty()  # where the printed lines show the progress
-    with Progress(*columns, TimeRemainingColumn(), transient=True, disable=in_log) as bar:
+    console = Console()  # in a log, which is no terminal, the printed lines show the progress
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True,
+                  disable=not console.is_terminal) as bar:
         task = bar.add_task("timing", total=n_steps * len(precisions))
         step = partial(bar.advance, task)
         try:
@@ -273,9 +273,8 @@ def _train_all(
             if not any(times.values()):
                 raise
             print("interrupted: the results so far are written", flush=True)
-    trained = {result.precision for result in results}
-    return results + [Result(p, s.seed, step_seconds=times[p]) for p in precisions
-                      if times[p] and p not in trained]
+    return results + [Result(name, s.seed, step_seconds=times[name]) for name in precisions
+                      if times[name] and name not in {run.precision for run in results}]
 
 
 def run_command(
