@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     add("lr", "maximum learning rate of the one-cycle schedule", 1e-3)
     add("n-train", "training images, 0: all", 384)
     add("n-valid", "validation images, 0: all", 128)
-    add("device", "cpu, cuda, mps, ...; default: a GPU if there is one")
+    add("device", "cpu, cuda, cuda:1, ...; default: a GPU if there is one")
     add("seed", "first seed", 42)
     add("seeds", "number of seeds; each precision runs once per seed", 1)
     add("out", "folder for the table, plot and figures", "results")
