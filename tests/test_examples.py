@@ -169,6 +169,7 @@ def test_predict_export_and_load(tmp_path):
     assert loaded.dls.train.x is None  # the images are not in the file
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_are_made_for_the_device():
     fill = torch.zeros(8, 3, 8, 8, dtype=torch.uint8)
     labels = torch.arange(8) % 2
