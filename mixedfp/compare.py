@@ -217,10 +217,11 @@ SECONDS = 80  # for the steps of all precisions: with imports and the plot less 
 def _left_out(
     seconds: dict[str, float],  # that a whole run would take, by precision
 ) -> list[str]:
-    """Return the slowest precisions, without which the others fit into `SECONDS`; never fp32."""
+    """Return the slowest, of similar ones the last, so that the rest fits `SECONDS`; never fp32."""
     kept = dict(seconds)
+    rank = {name: (round(math.log2(s)), i) for i, (name, s) in enumerate(seconds.items())}
     while len(kept) > 1 and sum(kept.values()) > SECONDS:
-        del kept[max(kept.keys() - {"fp32"}, key=seconds.__getitem__)]
+        del kept[max(kept.keys() - {"fp32"}, key=rank.__getitem__)]
     return [precision for precision in seconds if precision not in kept]
 
 # %% ../nbs/18_compare.ipynb #fd15fec3
