@@ -167,7 +167,7 @@ def test_a_terminal_gets_a_bar(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     trained(tmp_path, "--precisions", "fp32")
-    assert "/14 steps" in capsys.readouterr().out  # 2 * 3 to time, 8 to train
+    assert "14/14 steps" in capsys.readouterr().out  # 2 * 3 to time, 8 to train
 
 
 def test_command_without_cifar10_names_the_places(monkeypatch, capsys, tmp_path):
