@@ -1,6 +1,6 @@
 """Runs a command and passes its output on; shows that it still runs after 15 silent seconds.
 
-`python tools/patiently.py installing pip install -q -e .` names the command in those lines.
+In `python tools/patiently.py installing pip install -q -e .` the first word is shown there.
 """
 
 import os
