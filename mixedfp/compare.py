@@ -211,7 +211,7 @@ def plot_results(
     return fig
 
 # %% ../nbs/18_compare.ipynb #p5fit001
-SECONDS = 90  # from the first step to the last: with imports less than two minutes
+SECONDS = 80  # from the first step to the last: with imports less than two minutes
 
 
 def _left_out(seconds: dict[str, float], limit: float) -> list[str]:
