@@ -33,7 +33,7 @@ from .formats import MixedPrecisionError
 from .master import norm_bias_ids
 from .nested import check_flag, check_positive, check_steps
 from .scaler import LossScaler
-from .sharded import has_shards, is_sharded
+from .sharded import has_shards
 from .step import MixedStep, guard_of
 
 # %% ../nbs/10_callback.ipynb #ff809730
@@ -60,7 +60,7 @@ class _SetLearn:
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
-    While it is on a Learner, `learn.model` is in `dtype` and `learn.opt` steps the masters.
+    The parameters of `learn.model` are the masters; its forward pass computes with 16-bit copies.
     `learn.mp_cb` refers to it.
     Raises: TypeError, ValueError for invalid settings; MixedPrecisionError for settings
     that cannot be combined.
@@ -72,7 +72,7 @@ class MixedPrecision(Callback):
     def __init__(
         self,
         loss_scale: float = 512.0,  # > 0; the constant scale, or the initial one if `dynamic`
-        flat_master: bool = False,  # masters in a few long vectors, not one per parameter
+        flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
         dynamic: bool = True,  # back off after an overflow, grow after enough steps without one
         dtype: torch.dtype | str = torch.float16,  # the model's; only float16 is scaled
         growth_factor: float = 2.0,  # > 1
@@ -86,7 +86,6 @@ class MixedPrecision(Callback):
         keep_fp32: type | str | Iterable[type | str] = (),  # kept in float32: types, names, globs
         autocast: bool = True,  # the forward pass runs under torch.autocast; False: all in 16 bits
         native: bool = False,  # use a CPU's 16-bit kernels even if they are slow
-        store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 extra bytes, exact
         state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
         half_grads: bool = False,  # flat: gradients stay scaled and in 16 bits until the step
         skip_nonfinite: bool = True,  # without a loss scale: skip a step with inf or nan
@@ -94,7 +93,6 @@ class MixedPrecision(Callback):
         vars(self)["learn"] = None
         settings: Any = dict(dtype=dtype, flat_master=flat_master, keep_fp32=keep_fp32)
         settings |= dict(autocast=autocast, native=native, skip_nonfinite=skip_nonfinite)
-        settings |= dict(store_param_remainders=store_param_remainders)
         settings |= dict(state_dtype=state_dtype, half_grads=half_grads)
         policy = Policy(**settings)
         if half_grads and layer_scales is not None:
@@ -123,7 +121,7 @@ class MixedPrecision(Callback):
     # --- added to a Learner, and removed ---
 
     def after_create(self) -> None:
-        "Cast the model to 16 bits."
+        "Make the model compute in 16 bits."
         self._attach()
 
     def before_fit(self) -> None:
@@ -311,30 +309,34 @@ class MixedPrecision(Callback):
         return len(self.skipped)
 
     @property
-    def model_params(self) -> list[list[nn.Parameter]]:
-        "The trained parameters: for each group, a list of weights and one of norms and biases."
+    def master_params(self) -> list[list[nn.Parameter | torch.Tensor]]:
+        """The trained parameters: for each group, a list of weights and one of norms and biases.
+
+        If flat, each list contains one float32 vector, a copy for reading.
+        """
+        lists = self._params()
+        if not self._masters().policy.flat_master:
+            return lists
+        return [[torch.cat([p.detach().reshape(-1) for p in ps])] if ps else [] for ps in lists]
+
+    @property
+    def model_params(self) -> list[list[torch.Tensor]]:
+        "The 16-bit copies of the same parameters, as a forward pass makes them, for reading."
+        copies = self._masters().copies
+        copied = set() if copies is None else set(copies.params)
+        dtype = self.mixed.policy.dtype
+        return [[p.detach().to(dtype if p in copied else p.dtype) for p in ps] for ps in self._params()]
+
+    def _params(self):
         second, lists = norm_bias_ids(self.learn.model), []
         for ps in _groups(self.learn):
-            ps = [p for p in ps if p in self._masters().index or is_sharded(p)]
             ps = [p for p in ps if p.requires_grad]
             lists.append([p for p in ps if id(p) not in second])
             lists.append([p for p in ps if id(p) in second])
         return lists
 
-    @property
-    def master_params(self) -> list[list[torch.Tensor]]:
-        "The masters of `model_params`; if flat, each list contains one vector, a copy for reading."
-        masters = self._masters()
-        lists = [[masters[p] for p in ps] for ps in self.model_params]
-        if not masters.policy.flat_master:
-            return lists
-        return [[torch.cat([m.reshape(-1) for m in ms])] if ms else [] for ms in lists]
-
     def float_model(self) -> nn.Module:
-        """Return a float32 twin of the model whose parameters are the masters.
-
-        For weight averages, evaluation and export. It stays in sync with training.
-        """
+        """Return a plain float32 twin of the model, for export: it shares the parameters."""
         return self._masters().float_model()
 
     def _masters(self):
@@ -352,7 +354,6 @@ class MixedPrecision(Callback):
         for name in ("flat_master", "keep_fp32", "state_dtype"):
             if getattr(policy, name):
                 parts.append(f"{name}={getattr(policy, name)!r}")
-        parts += ["store_param_remainders=True"] * policy.store_param_remainders
         if self.mixed.scaler.is_enabled() and not self.mixed.scaler.only_checks:
             parts.append(f"loss_scale={self.loss_scale:g}, skipped={self.n_skipped}")
         return f"{type(self).__name__}({', '.join([str(policy.dtype), *parts])})"
@@ -392,10 +393,10 @@ def _use(learn, cb):
 def to_fp16(
     self: Learner,
     loss_scale: float = 512.0,  # > 0; the constant scale, or the initial one if `dynamic`
-    flat_master: bool = False,  # masters in a few long vectors, not one per parameter
+    flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
     **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
-    "Cast the model to float16 with float32 masters and a loss scale, before or after training."
+    "Train in float16 with float32 masters and a loss scale, from now on."
     return _use(self, MixedPrecision(loss_scale, flat_master, **kwargs))
 
 
@@ -403,16 +404,16 @@ def to_fp16(
 @delegates(MixedPrecision.__init__)
 def to_bf16(
     self: Learner,
-    flat_master: bool = False,  # masters in a few long vectors, not one per parameter
+    flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
     **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
-    "Cast the model to bfloat16 with float32 masters; its range needs no loss scale."
+    "Train in bfloat16 with float32 masters; its range needs no loss scale."
     return _use(self, MixedPrecision(flat_master=flat_master, dtype=torch.bfloat16, **kwargs))
 
 
 @patch
 def to_fp32(self: Learner) -> Learner:  # itself
-    "Restore the model to float32; its weights equal the masters, bit for bit."
+    "Train in float32 from now on; no weight changes."
     return self.remove_cbs([MixedPrecision, *_OF_FASTAI])
 
 

@@ -354,6 +354,11 @@ class LayerwiseGradientScaler:
         "The current scales, by layer name."
         return {info.layer_name: info.scaling_factor for info in self._scaled}
 
+    @property
+    def modules(self) -> set[nn.Module]:
+        "All modules inside layers with a scale."
+        return set(self._hooks.owners)
+
     def get_layer_info(self) -> list[LayerInfo]:  # in the order of `named_modules()`
         "Return the modules; those with `scale_layer` have their own scale."
         return [info for info in self._infos if info.layer_name or info.scale_layer]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .cast import Policy
-from .engine.files import masters_of
+from .engine.masters import masters_of
 from .sharded import sharded_modules
 from .step import MasterStep, MixedStep
 from .torch_private import uncompiled
@@ -62,34 +62,31 @@ def _check_model(model):
 
 # %% ../nbs/09_optimizer.ipynb #ff4bd33d
 def with_masters(
-    model: nn.Module,  # in float32; cast to `dtype` in place; its weights become the masters
+    model: nn.Module,  # in float32; its parameters stay the same objects
     *optimizers: Optimizer,  # over its parameters; new or already used
-    dtype: torch.dtype | str = torch.float16,  # of the model; or a name such as "bf16"
-    flat_master: bool = False,  # masters in a few long vectors instead of one per parameter
+    dtype: torch.dtype | str = torch.float16,  # of the computation; or a name such as "bf16"
+    flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
     keep_fp32: type | str | Iterable[type | str] = (),  # kept in float32: types, names, globs
     autocast: bool = True,  # the forward pass runs under torch.autocast; False: all in 16 bits
     native: bool = False,  # use a CPU's 16-bit kernels even if they are slow
-    store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 extra bytes, exact
     state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
     half_grads: bool = False,  # flat: gradients stay scaled and in 16 bits until the step
     skip_nonfinite: bool = True,  # without a loss scale: skip a step with inf or nan
 ) -> tuple:  # the model and each of `optimizers`: the same objects
-    """Cast `model` to 16 bits and make `optimizers` step float32 masters of its parameters.
+    """Train `model` in 16 bits: its float32 parameters are the masters that `optimizers` step.
 
-    Call it before `DistributedDataParallel`, after `fully_shard`, whose float32 shards are the
-    masters and are not cast, and before or after `torch.compile`. With
-    `dtype=torch.float32` no result changes. `opt.masters` owns the masters: its `shown()` swaps
-    them in, `restore()` ends mixed precision, `skipped` lists skipped steps.
-    With `store_param_remainders` (the name in Apex, Megatron-LM and TransformerEngine), weights are
-    rounded half up instead of half to even. `state_dtype={"exp_avg": torch.bfloat16}` rounds a
-    state after each step; files contain float32. With `half_grads`, clipping gets scaled 16-bit
-    gradients, and a step takes the gradients of one backward pass.
+    Each forward pass rounds the parameters into 16-bit copies. Call it before or after
+    `DistributedDataParallel` and `torch.compile`, and after `fully_shard`, whose float32 shards are
+    the masters. With `dtype=torch.float32` no result changes. `opt.masters` has `restore()`, which
+    ends mixed precision, `skipped`, which lists skipped steps, and `float_model()`.
+    `state_dtype={"exp_avg": torch.bfloat16}` rounds a state after each step; files contain float32.
+    With `half_grads`, clipping gets scaled 16-bit gradients, and a step takes the gradients of one
+    backward pass.
     Raises: TypeError, ValueError, MixedPrecisionError; in that case nothing is changed.
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740
     """
     settings: Any = dict(dtype=dtype, flat_master=flat_master, keep_fp32=keep_fp32)
     settings |= dict(autocast=autocast, native=native, skip_nonfinite=skip_nonfinite)
-    settings |= dict(store_param_remainders=store_param_remainders)
     settings |= dict(state_dtype=state_dtype, half_grads=half_grads)
     policy = Policy(**settings)
     _check_model(model)

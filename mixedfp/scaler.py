@@ -13,7 +13,6 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +77,8 @@ def _multiply_(optimizer, factor):
 
 
 @torch.no_grad()
-def _unscale(optimizer, scale, watched):
-    "Unscale the gradients; return whether any is nonfinite, any `watched` set, and the new scale."
+def _unscale(optimizer, scale):
+    "Unscale the gradients; return whether any is nonfinite, and the new scale."
     params = _params(optimizer)
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
@@ -95,21 +94,15 @@ def _unscale(optimizer, scale, watched):
             "would flush to zero. Use float32 masters, with_masters(model, optimizer); with "
             "half_grads=True leave unscale_() out"
         )
-    found, is_changed = _check(grads, 1 / scale, watched)
-    return _agreed(found, params), is_changed, 1.0
+    return _agreed(any_nonfinite(grads, 1 / scale), params), 1.0
 
 
+@torch.no_grad()
 def any_nonfinite(
     grads: list[Tensor],  # dense or sparse; multiplied in place
     factor: float = 1.0,  # 1 to only check: the unscaling kernel is also the fastest check
 ) -> bool:
     "Return whether any of `grads` contains inf or nan. Sync: one read per device."
-    return _check(grads, factor, ())[0]
-
-
-@torch.no_grad()
-def _check(grads, factor, watched):
-    "Return whether any of `grads` is nonfinite, and any of `watched`, (), is not 0, in one read."
     kinds, flags, norms = defaultdict(list), defaultdict(list), defaultdict(list)
     for g in grads:
         is_usual = type(g) is Tensor and not (g.is_sparse or g.is_complex())
@@ -124,15 +117,13 @@ def _check(grads, factor, watched):
             flag, scale = torch.linspace(0, factor, 2, dtype=torch.float32, device=device)
             private.unscale_each_(parts, scale, flag)
             flags[device].append(flag)
-    found = is_changed = False
-    for device in {device for device, _ in kinds} | {t.device for t in watched}:
-        own = [t for t in watched if t.device == device]
-        numbers = [*own, *flags[device], *norms[device]]
+    for device in {device for device, _ in kinds}:
+        numbers = [*flags[device], *norms[device]]
         read = torch.stack(numbers).tolist() if numbers else []  # all gradients may be empty
-        ends = len(own), len(own) + len(flags[device])
-        is_changed |= any(read[: ends[0]])
-        found |= any(read[slice(*ends)]) or not all(map(math.isfinite, read[ends[1] :]))
-    return found, is_changed
+        n = len(flags[device])
+        if any(read[:n]) or not all(map(math.isfinite, read[n:])):
+            return True
+    return False
 
 
 def _for_kernel(grad):
@@ -142,10 +133,10 @@ def _for_kernel(grad):
     return [torch.view_as_real(grad) if grad.is_complex() else grad]
 
 
-def _look(optimizer, scale, watched):
+def _look(optimizer, scale):
     params = _params(optimizer)
-    found, is_changed = _check([p.grad for p in params if p.grad is not None], 1.0, watched)
-    return _agreed(found, params), is_changed, scale
+    found = any_nonfinite([p.grad for p in params if p.grad is not None])
+    return _agreed(found, params), scale
 
 
 def _agreed(found, params):
@@ -228,7 +219,6 @@ class Verdict(NamedTuple):
 
     found_inf: bool  # whether a gradient is inf or nan; if so, the step is skipped
     inv_scale: float | None = None  # the gradients must still be multiplied by it
-    is_written: bool | None = None  # on a GPU: whether other code wrote weights; None: not checked
 
 
 class _Progress(NamedTuple):
@@ -254,7 +244,6 @@ class _Gradients(NamedTuple):
     scale: float  # the factor they are multiplied by; 1.0 once unscaled
     found: bool | None = None  # whether they contained inf or nan; None: not checked
     has_stepped: bool = False  # since the last loss and `update`
-    is_written: bool | None = None  # as in `Verdict`
 
 
 class Guarded(functools.partial):
@@ -382,7 +371,7 @@ class LossScaler(GradScaler):
             (self.check if keeps_scale else self.unscale_)(optimizer)
             known = self._known[optimizer]
         inv_scale = None if known.scale == 1 else 1 / known.scale
-        return Verdict(bool(known.found), inv_scale, known.is_written)
+        return Verdict(bool(known.found), inv_scale)
 
     def known_of(self, optimizer: Any) -> _Gradients:
         "Return the scale and the check result of the gradients of `optimizer`."
@@ -397,10 +386,8 @@ class LossScaler(GradScaler):
             raise MixedPrecisionError("no loss was scaled: call scaler.scale(loss).backward()")
         if self.layers is not None and self.layers.is_scaling and self.n_scaled:
             self.layers.unscale()
-        masters = getattr(optimizer, "master_step", None)
-        watched = masters.differences() if masters is not None and masters.on_gpu else ()
-        found, is_written, scale = how(optimizer, known.scale, watched)
-        self._known[optimizer] = known._replace(found=found, scale=scale, is_written=is_written)
+        found, scale = how(optimizer, known.scale)
+        self._known[optimizer] = known._replace(found=found, scale=scale)
 
     def found_nonfinite(self, optimizer: Any) -> bool:
         "Return whether the last check of the gradients of `optimizer` found inf or nan."
@@ -444,7 +431,7 @@ class LossScaler(GradScaler):
         return True if done is None else done
 
     def _step_once(self, optimizer, *args, **kwargs):
-        if hasattr(optimizer, "masters") or not private.unscales_by_itself(optimizer):
+        if hasattr(optimizer, "master_step") or not private.unscales_by_itself(optimizer):
             return optimizer.step(*args, **kwargs)
         # PyTorch's protocol: the remaining divisor and the result of the check
         optimizer.grad_scale = None
@@ -455,16 +442,13 @@ class LossScaler(GradScaler):
             del optimizer.grad_scale, optimizer.found_inf
 
     def _step_with(self, optimizer, closure):
-        masters = getattr(optimizer, "master_step", None)
-        with nullcontext() if masters is None else masters.shown():
-            undo = Undo(_params(optimizer), optimizer)
+        undo = Undo(_params(optimizer), optimizer)
         try:
             if self.n_scaled and self.look(optimizer).found_inf:  # an earlier `backward`, as in SAM
                 raise FoundInf
             return optimizer.step(Guarded(self._evaluate, optimizer, closure))
         except FoundInf:
-            with nullcontext() if masters is None else masters.shown():
-                undo.restore()
+            undo.restore()
             return False
 
     def step_alone(self, optimizer: Any, closure: Any) -> Any:

@@ -73,7 +73,7 @@ def has_shards(model: nn.Module) -> bool:
     return bool(sharded_modules(model)) or any(map(is_sharded, model.parameters()))
 
 # %% ../nbs/03_sharded.ipynb #5ha4d002
-_WHOLE = "flat_master keep_fp32 store_param_remainders state_dtype half_grads".split()
+_WHOLE = "flat_master keep_fp32 state_dtype half_grads".split()
 
 
 def check_settings(

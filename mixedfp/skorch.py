@@ -154,7 +154,7 @@ class _SavedScale:
 
 # %% ../nbs/13_skorch.ipynb #23c329a8
 _MODES = ("autocast", "master")
-_OF_MASTERS = "flat_master keep_fp32 store_param_remainders state_dtype skip_nonfinite".split()
+_OF_MASTERS = "flat_master keep_fp32 state_dtype skip_nonfinite".split()
 _OWN = {"amp_enabled", "amp_dtype", "amp_mode", "grad_scaler", *_OF_MASTERS}
 
 
@@ -237,16 +237,6 @@ class _Components:
         if name in [optimizer + "_" for optimizer in self._optimizers]:
             return _SavedScale(self.grad_scaler_, found)
         return _SavedScale(found) if name == "grad_scaler_" else found
-
-    def __getstate__(self) -> dict:
-        """Return the state for a pickle, with the masters of several modules restored."""
-        if not isinstance(self._model(), nn.ModuleDict):
-            return super().__getstate__()
-        self._restore()
-        try:
-            return super().__getstate__()
-        finally:
-            self._make_masters()
 
     def __setstate__(self, state: dict) -> None:
         """Load a pickle, and create masters for its float32 module."""
@@ -357,10 +347,9 @@ class MixedPrecisionMixin(_Batches, _Parameters, _Components):
         amp_enabled: bool = False,
         amp_dtype: torch.dtype | str = torch.float16,  # or 'bf16', ...; only float16 is scaled
         amp_mode: str = "autocast",  # or 'master'
-        flat_master: bool = False,  # masters in a few long vectors, not one per parameter
+        flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
         grad_scaler: type[LossScaler] = LossScaler,  # `grad_scaler__...` are its arguments
         keep_fp32: type | str | Iterable[type | str] = (),  # with masters: types, names, globs
-        store_param_remainders: bool = False,  # bfloat16, flat: masters in 2 extra bytes, exact
         skip_nonfinite: bool = True,  # masters without a loss scale: skip inf and nan
         state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
         **kwargs,
@@ -368,5 +357,5 @@ class MixedPrecisionMixin(_Batches, _Parameters, _Components):
         super().__init__(*args, **kwargs)
         self.amp_enabled, self.amp_dtype, self.amp_mode = amp_enabled, amp_dtype, amp_mode
         self.flat_master, self.grad_scaler = flat_master, grad_scaler
-        self.keep_fp32, self.store_param_remainders = keep_fp32, store_param_remainders
-        self.skip_nonfinite, self.state_dtype = skip_nonfinite, state_dtype
+        self.keep_fp32, self.skip_nonfinite = keep_fp32, skip_nonfinite
+        self.state_dtype = state_dtype

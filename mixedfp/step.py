@@ -6,7 +6,6 @@
 __all__ = ['guard_of', 'MasterStep', 'MixedStep']
 
 # %% ../nbs/08_step.ipynb #b39ae6ea
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,24 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .cast import Policy
-from .engine.buffers import BufferSnapshot
-from .engine.files import as_own_storage, owner_of
-from .engine.flat import ChunkLoop, check_joined, lay_out
-from .engine.forward import install_forward
-from .engine.gradients import widen
+from .engine.files import as_own_storage
+from .engine.flat import ChunkLoop, lay_out
 from .engine.masters import Masters
-from mixedfp.engine.optimizers import (
-    core_of,
-    evaluates_once,
-    grads_of,
-    is_elementwise,
-    own_methods,
-    param_lists,
-)
-from .engine.ranks import join_ddp
+from .engine.optimizers import core_of, evaluates_once, grads_of, is_elementwise, param_lists
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import check_positive, warn_once
@@ -56,10 +43,11 @@ def guard_of(
 
 
 class MasterStep:
-    """Replaces an optimizer's `step`, until `remove` is called, to step the float32 masters.
+    """Replaces an optimizer's `step`, until `remove` is called, where it is guarded or in chunks.
 
     It skips steps with inf or nan in the gradients (`policy.skip_nonfinite`), as decided by its
-    `guard` or by the gradient scaler that steps the optimizer.
+    `guard` or by the gradient scaler that steps the optimizer. Otherwise the optimizer is left as
+    it is: the parameters are float32.
     Raises: MixedPrecisionError for settings that need an element-wise optimizer.
     Sync: one number per step if gradients are checked.
     """
@@ -67,14 +55,15 @@ class MasterStep:
     def __init__(
         self,
         opt: Any,  # a torch.optim or fastai optimizer over parameters of the model
-        masters: Masters,  # the masters of the model, and the snapshot of its buffers
+        masters: Masters,  # of the model
+        extras: Mapping[str, Any] | None = None,  # saved with the optimizer: loss scale, layer scales
     ):
         self.opt, self.core, self.masters = opt, core_of(opt), masters
         policy = masters.policy
         self.is_half = policy.dtype.itemsize == 2
         self.guard = guard_of(policy)  # replaced by the scaler that steps this optimizer
         self.is_removed = False
-        self.extras: dict[str, Any] = {}  # saved with the model: loss scale, layer scales
+        self.extras = {k: o for k, o in (extras or {}).items() if o is not None}
         self.loop = self._make_loop(policy)
         self._install()
 
@@ -95,57 +84,43 @@ class MasterStep:
         # a fused kernel processes all parameters at once and needs no gathered gradients; a CPU's
         # rounds the last numbers of a tensor differently, so chunks would give different bits
         is_fused = any(g.get("fused") for g in getattr(self.core, "param_groups", ()))
-        is_cut = policy.half_grads or policy.store_param_remainders or policy.state_dtype
+        is_cut = policy.half_grads or policy.state_dtype
         return is_elementwise(self.core) and (not is_fused or bool(is_cut))
 
     def _install(self):
         core, own = self.core, vars(self.core)
-        self.before = {k: own[k] for k in (*_REPLACED, "_step_supports_amp_scaling") if k in own}
         self.raw = {k: getattr(core, k) for k in ("step", "state_dict", "load_state_dict")}
-        own.update(step=_bound(core, self.step), __reduce_ex__=self._reduce)
-        own.update(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
-        own.update(masters=self.masters, master_step=self)
-        if self.is_half and isinstance(core, torch.optim.Optimizer):
-            core._step_supports_amp_scaling = True
-        for name in own_methods(core):
-            own[name] = self._on_masters(getattr(core, name))
+        names = {"masters": self.masters, "master_step": self, "__reduce_ex__": self._reduce}
+        if self.loop is not None or self.is_guarded:
+            names["step"] = _bound(core, self.step)
+            if self.is_half and isinstance(core, torch.optim.Optimizer):
+                names["_step_supports_amp_scaling"] = True
+        if self.loop is not None or self.extras:
+            names |= dict(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
+        self.before = {k: own.get(k) for k in names}
+        self.installed = names
+        own.update(names)
         self.masters.steps.append(self)
+
+    @property
+    def is_guarded(self) -> bool:
+        "Whether a step may be skipped: in 16 bits, and always in float16, for its scalers."
+        policy = self.masters.policy
+        return self.is_half and (policy.skip_nonfinite or policy.dtype == torch.float16)
 
     def remove(self) -> None:
         "Restore the optimizer's own methods; its states become separate tensors."
         own, self.is_removed = vars(self.core), True
-        is_mine = getattr(own.get("step"), "__self__", None) is self.core
-        names = {*_REPLACED, *own_methods(self.core)} - (set() if is_mine else {"step"})
-        for name in (*names, "_step_supports_amp_scaling"):
-            own.pop(name, None)
-        own.update({k: v for k, v in self.before.items() if k in names or k.startswith("_")})
+        for name, value in self.before.items():
+            # a schedule may have wrapped `step`, which goes on to call ours
+            if name != "step" or getattr(own.get("step"), "__self__", None) is self.core:
+                own.pop(name, None)
+                if value is not None:
+                    own[name] = value
         for state in self.core.state.values():
             state.update(self._exported(state))
         self.masters.steps.remove(self)
         self.loop = None  # frees its vectors at once
-
-    def _on_masters(self, method):
-        def call(*args, **kwargs):
-            with self.shown():
-                return method(*args, **kwargs)
-
-        return call
-
-    @property
-    def on_gpu(self) -> bool:
-        "Whether parameters are on a GPU now, judging by the first and last of each group."
-        return any(p.is_cuda for ps in param_lists(self.core) if ps for p in (ps[0], ps[-1]))
-
-    def _members(self):
-        return self.masters.members(p for ps in param_lists(self.core) for p in ps)
-
-    def shown(self, compare: bool = True) -> Any:
-        "Swap in the masters of this optimizer's parameters while a block runs."
-        return self.masters.shown(self._members(), compare)
-
-    def differences(self) -> list[Tensor]:  # (); a scaler reads them with its check
-        "Return numbers that are nonzero if other code wrote to a weight on a GPU. Sync: none."
-        return self.masters.differences(self._members())
 
     # --- the step ---
 
@@ -164,7 +139,9 @@ class MasterStep:
         if closure is not None:
             if guard.is_enabled() and not isinstance(closure, Guarded):
                 return guard.step_alone(self.core, closure)  # which calls this again
-            return self._step_with(closure)
+            done = self._step_raw(closure)
+            self._end()
+            return done
         verdict, is_alone = self._decide()
         done = self.skip() if verdict.found_inf else self._step_once(verdict)
         if is_alone:
@@ -175,13 +152,10 @@ class MasterStep:
         "Return the verdict and whether this step is a whole iteration by itself."
         guard, given = self.guard, vars(self.core)
         if given.get("found_inf") is not None:  # PyTorch's scaler has decided
-            flag, scale = given["found_inf"].view(()), given.get("grad_scale")
-            watched = self.differences() if self.on_gpu else []
-            watched = [t.to(flag.device) for t in watched]
-            found, *changes = torch.stack([flag, *watched]).tolist()
-            scale = 1.0 if scale is None else float(scale)
-            guard.open(self.core, scale, found > 0)
-            return Verdict(found > 0, None if scale == 1 else 1 / scale, any(changes)), True
+            scale = given.get("grad_scale")
+            found, scale = bool(given["found_inf"]), 1.0 if scale is None else float(scale)
+            guard.open(self.core, scale, found)
+            return Verdict(found, None if scale == 1 else 1 / scale), True
         is_alone = not guard.n_scaled and guard.known_of(self.core).found is None
         if is_alone:
             guard.open(self.core)
@@ -190,21 +164,14 @@ class MasterStep:
         return guard.look(self.core), is_alone
 
     def _step_once(self, verdict):
-        done, inv_scale, on_gpu = None, verdict.inv_scale, self.on_gpu
-        if on_gpu and verdict.is_written is not False:
-            self.masters.sync(self._members())
+        done, inv_scale = None, verdict.inv_scale
         if self.loop is not None:
             self._step_chunks(inv_scale)
         else:
-            params = [p for ps in param_lists(self.core) for p in ps]
-            check_joined(self.masters, params)
-            with torch.no_grad():  # other code may have set them
-                widen(params)
-            with self.shown(compare=not on_gpu):
-                if inv_scale is not None:
-                    torch._foreach_mul_(grads_of(self.core), inv_scale)
-                done = self._step_raw()
-        self._end(skipped=False)
+            if inv_scale is not None:
+                torch._foreach_mul_(grads_of(self.core), inv_scale)
+            done = self._step_raw()
+        self._end()
         return done
 
     def _step_raw(self, *closure):
@@ -225,32 +192,15 @@ class MasterStep:
         for hook in after:
             hook(self.core, (), {})
 
-    def _step_with(self, closure):
-        "Step an optimizer that calls its closure during its step, such as LBFGS and SAM."
-
-        def evaluate():
-            with self.masters.hidden():
-                return closure()
-
-        check_joined(self.masters, [p for ps in param_lists(self.core) for p in ps])
-        with self.shown():
-            done = self._step_raw(evaluate)
-        self._end(skipped=False)
-        return done
-
     def skip(self) -> None:
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
         count_as_stepped(self.core)
-        self._end(skipped=True)
+        self.masters.snapshot.restore()
 
-    def _end(self, skipped):
-        "Save the buffers, or restore them; gradients may have any dtype until the next pass."
-        snapshot = self.masters.snapshot
-        snapshot.restore() if skipped else snapshot.save()
-        if not skipped:
-            self.masters.end_step()
-        if self.masters.gradients.are_cast:
-            self.masters.gradients.end_step()
+    def _end(self):
+        self.masters.snapshot.end()
+        if self.masters.copies is not None:
+            self.masters.copies.refresh()
 
     # --- files and copies ---
 
@@ -277,8 +227,7 @@ class MasterStep:
         saved = {k: state.pop(k) for k in ("loss_scale", "layer_scales") if k in state}
         if "loss_scale" in self.extras and saved.get("loss_scale"):
             self.extras["loss_scale"].check_state(saved["loss_scale"])
-        with self.shown():  # PyTorch casts states to the dtype of the parameter
-            self.raw["load_state_dict"](state)
+        self.raw["load_state_dict"](state)
         for k in saved.keys() & self.extras.keys():
             if saved[k]:
                 self.extras[k].load_state_dict(saved[k])
@@ -286,15 +235,13 @@ class MasterStep:
     def _reduce(self, protocol):
         "Return the reduction to a plain optimizer, for copies and pickles."
         make, args, state, *rest = type(self.core).__reduce_ex__(self.core, protocol)  # pyright: ignore
-        drop = {*_REPLACED, *own_methods(self.core)}
-        state = {k: v for k, v in state.items() if k not in drop}
+        state = {k: v for k, v in state.items() if k not in self.installed}
         if "state" in state:  # fastai's Lookahead shares the inner optimizer's
             states = {p: {**s, **self._exported(s)} for p, s in state["state"].items()}
             state["state"] = defaultdict(dict, states)
         return make, args, state, *rest
 
 
-_REPLACED = "step", "state_dict", "load_state_dict", "__reduce_ex__", "masters", "master_step"
 _NO_SCALE = (
     "a float16 model is being trained without a loss scale: gradients below 6e-8 become 0. "
     "Use mixedfp.scaler.LossScaler, scaler.scale(loss).backward() and "
@@ -361,7 +308,7 @@ class MixedStep:
         self,
         model: nn.Module,  # in float32; cast in place. Can be wrapped in DDP or torch.compile
     ) -> None:
-        "Cast `model` to 16 bits, or adopt changes since the last call. Raises: as `Masters`."
+        "Make `model` compute in 16 bits, or adopt changes since the last call. Raises: as `Masters`."
         ddp = model if isinstance(model, DistributedDataParallel) else None
         model = uncompiled(model if ddp is None else ddp.module)
         if self._masters is not None and not self._has(model):
@@ -371,17 +318,8 @@ class MixedStep:
         if self._masters is None:
             if has_shards(model):
                 check_settings(self.policy, self.layer_scales)
-            self._masters = masters = Masters(model, self.policy)
             self.layers = _make_layers(model, self.layer_scales, self.policy.dtype)
-            masters.snapshot = BufferSnapshot(model)
-            watch = register_optimizer_step_pre_hook(_refuse_others)
-            masters.own(watch)
-            weakref.finalize(masters, watch.remove)
-            before = masters.begin_forward if masters.gradients.casts else masters.sync
-            install_forward(model, self.policy, self.layers, before)
-            if self.policy.dtype != torch.float32:
-                join_ddp(masters)
-        self._masters.sync()
+            self._masters = Masters(model, self.policy, self.layers)
         self._masters.snapshot.save()
 
     def _has(self, model):
@@ -397,12 +335,11 @@ class MixedStep:
                 self.scaler.release(self.opt.core)
                 self.opt.remove()
             self.opt = None
-            self.opt = MasterStep(opt, self.masters)
-            self.opt.guard = self.scaler
-            self.scaler.adopt(self.opt.core)
             is_saved = self.scaler.is_enabled() and not self.scaler.only_checks
             extras = {"loss_scale": self.scaler if is_saved else None, "layer_scales": self.layers}
-            self.opt.extras = {k: o for k, o in extras.items() if o is not None}
+            self.opt = MasterStep(opt, self.masters, extras)
+            self.opt.guard = self.scaler
+            self.scaler.adopt(self.opt.core)
         return self.opt
 
     def begin(self) -> None:
@@ -459,19 +396,6 @@ class MixedStep:
         """Return the state for a copy or pickle, without the model: a copy attaches to its own."""
         drop = dict.fromkeys(("_masters", "layers", "opt", "loss"))
         return vars(self) | drop
-
-
-def _refuse_others(opt, args, kwargs):
-    "Refuse to let an optimizer without masters step 16-bit weights that have them."
-    for group in () if "masters" in vars(opt) else opt.param_groups:
-        for p in group["params"]:
-            owner = owner_of(p)
-            if owner is not None and not owner.is_shown and p.itemsize == 2:
-                raise MixedPrecisionError(
-                    f"this {type(opt).__name__} would step 16-bit weights without their masters: "
-                    "give it to the same call, with_masters(model, *optimizers), or step it inside "
-                    "`with opt.masters.shown():`"
-                )
 
 
 def _floats(model):

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..cast import to_float
-from ..engine.files import masters_of
+from ..engine.masters import masters_of
 from ..engine.optimizers import Shadow, core_of, param_lists
 from ..formats import is_lost
 from ..nested import map_tensors
@@ -137,16 +137,10 @@ def _count(holding, p, masters, cores):
     holding.n += local.numel()
     holding.n_trained += local.numel() * p.requires_grad
     holding.add("weights", local)
-    if p in masters and p.requires_grad:
-        full = masters[p].master[masters[p].index[p]]
-        if full is None:
-            holding.add("masters", torch.empty(0, dtype=torch.int16), "remainder ", local.numel())
-        elif full.data_ptr() != local.data_ptr():
-            holding.add("masters", full)
     if p.requires_grad:
-        dtype = p.dtype if p.grad is None else p.grad.dtype
-        if p.grad is None and p in masters:
-            dtype = masters[p].gradients.dtype_of(p)
+        is_half = p in masters and masters[p].policy.half_grads and p.grad_dtype is None
+        dtype = masters[p].policy.dtype if is_half else p.dtype
+        dtype = dtype if p.grad is None else p.grad.dtype
         holding.add("gradients", torch.empty(0, dtype=dtype), n=local.numel())
     _count_states(holding, p, cores)
 
@@ -161,7 +155,7 @@ def _count_states(holding, p, cores):
 def _masters(model):
     "Return the owner of the master of each parameter that has one."
     owners = [masters_of(m) for m in model.modules()]
-    return {p: owner for owner in owners if owner is not None for p in owner.index}
+    return {p: owner for owner in owners if owner is not None for p in owner.params}
 
 # %% ../../nbs/diagnose/03_audit.ipynb #b12817e8
 _COMPENSATES = "kahan_comp", "shift", "bf16_stochastic_round"  # optimi, pytorch-optimizer, torchao

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..cast import Policy, is_castable, model2float, model2half
-from ..engine.files import masters_of
 from ..engine.forward import install_forward
+from ..engine.masters import masters_of
 from ..formats import NumberFormat
 from ..nested import check_positive, map_tensors
 from ..torch_private import uncompiled
@@ -198,11 +198,8 @@ def float_copy(model: nn.Module) -> nn.Module:
 
 
 def half_copy(model: nn.Module, policy: Policy) -> nn.Module:
-    "Return a copy of `model` that computes as in training: 16-bit weights, float32 gradients."
-    half = model2half(float_copy(model), policy.dtype, policy.keep_fp32)
-    for p in half.parameters():
-        if p.itemsize == 2:
-            p.grad_dtype = torch.float32
+    "Return a copy of `model` that computes as in training: 16-bit copies, float32 gradients."
+    half = float_copy(model)
     install_forward(half, policy)
     return half
 
