@@ -8,7 +8,6 @@ __all__ = ['SECOND_MOMENTS', 'to_half', 'to_float', 'is_castable', 'bn2float', '
            'model2float', 'Policy']
 
 # %% ../nbs/04_cast.ipynb #2c1caee3
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -101,14 +100,6 @@ class WrappedForward:
             return self.inner(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def __reduce__(self) -> tuple:
-        """Leave the wrapper out of a pickle of its module."""
-        return _forward_of, (self.module, self.inner)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        """Leave the wrapper out of a copy of its module."""
-        return _forward_of(copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
-
     @classmethod
     def remove(cls, module: nn.Module) -> None:
         "Remove all wrappers of this class from `module.forward`, including nested ones."
@@ -121,17 +112,11 @@ class WrappedForward:
         if vars(module).get("forward", cls) is None:
             del module.forward
 
-def _forward_of(module, inner):
-    return MethodType(type(module).forward, module) if inner is None else inner
-
 # %% ../nbs/04_cast.ipynb #db4067a0
 class FloatForward(WrappedForward):
-    """Runs a module in float32: its inputs are widened, its output is rounded to `dtype`.
+    "Runs a module in float32: its inputs are widened, its output is rounded to `dtype`."
 
-    If `dtype` is None, to that of `torch.autocast`, if it is on.
-    """
-
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # None: that of `torch.autocast`; if it is off, nothing is cast
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
@@ -155,9 +140,11 @@ def autocast_dtype(
 
 def compute_in_float(
     module: nn.Module,  # changed in place
-    dtype: torch.dtype | None,  # of the output; None: that of `torch.autocast`, if it is on
+    dtype: torch.dtype,  # of the output; with float32 nothing is widened or rounded
 ) -> None:
-    "Widen the inputs of `module` and round its output; its weights are in float32."
+    "Cast `module` and its children to 32 bits; widen its inputs and round its output."
+    for m in module.modules():
+        _cast_own(m, torch.float32)
     drop_casts(module)
     if dtype != torch.float32:
         FloatForward(module).dtype = dtype
@@ -234,18 +221,21 @@ def is_called(
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
+_IN_FLOAT = ParametrizationList, nn.LocalResponseNorm
+
+
 def kept_parts(
     model: nn.Module,
     keep_fp32: type | str | Iterable[type | str],
 ) -> tuple[list[nn.Module], set]:  # modules to run in float32; all that is kept
     """Return the outermost modules that stay in float32, and all modules and parameters that do.
 
-    A parametrization does as well. Raises: TypeError, ValueError as `find_kept`.
+    Parametrizations and local response norms do as well. Raises: TypeError, ValueError as `find_kept`.
     """
     modules, tensors = find_kept(model, keep_fp32)
     kept, outermost, found = set(modules), [], set(tensors)
     for m in model.modules():
-        if m in found or not (m in kept or isinstance(m, ParametrizationList)):
+        if m in found or not (m in kept or isinstance(m, _IN_FLOAT)):
             continue
         if is_called(m):
             outermost.append(m)
@@ -273,8 +263,6 @@ def model2half(
         if not isinstance(m, NORMS) and m not in kept:
             _cast_own(m, dtype, stay)
     for m in outermost:
-        for part in m.modules():
-            _cast_own(part, torch.float32)
         compute_in_float(m, dtype)
     return bn2float(model)
 

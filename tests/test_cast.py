@@ -251,26 +251,6 @@ def test_local_response_norm_is_computed_in_32_bits(dtype):
     assert "forward" not in vars(model2float(norm))
 
 
-class OwnNorm(nn.Module):
-    """A BatchNorm as one writes it oneself."""
-
-    def __init__(self, n):
-        super().__init__()
-        self.mults = nn.Parameter(torch.ones(n))
-        self.register_buffer("mean", torch.zeros(1, n))
-
-    def forward(self, x):
-        self.mean.lerp_(x.detach().mean(0, keepdim=True), 0.01)
-        return self.mults * (x - self.mean)
-
-
-def test_your_own_norm_is_treated_as_batchnorm():
-    net = model2half(nn.Sequential(nn.Linear(4, 4), OwnNorm(4), nn.Linear(4, 2)), torch.bfloat16)
-    assert net[1].mean.dtype == net[1].mults.dtype == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
-        assert net(torch.ones(3, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
 class Doubled(nn.Linear):
     """A layer with a forward pass and an argument of its own."""
 
@@ -320,13 +300,6 @@ def test_an_lstm_keeps_its_second_list_of_weights_in_step():
     assert all(a is b for a, b in zip(lstm._flat_weights, lstm.parameters(), strict=True))
 
 
-def test_what_hugging_face_keeps_stays():
-    model = nn.ModuleDict(dict(wo=nn.Linear(2, 2), wi=nn.Linear(2, 2)))
-    model._keep_in_fp32_modules = ["wo"]
-    model2half(model)
-    assert model["wo"].weight.dtype == torch.float32 and model["wi"].weight.dtype == torch.float16
-
-
 # Policy
 
 FLAG = "`flat_master` is 'no': expected True or False"
@@ -337,16 +310,6 @@ MISTAKES = {
     "modules": (dict(keep_fp32=[nn.ReLU()]), TypeError, "holds a module, a ReLU"),
     "number": (dict(keep_fp32=3), TypeError, "`keep_fp32` holds 3: expected module types"),
     "class": (dict(keep_fp32=[dict]), TypeError, "holds <class 'dict'>: expected module types"),
-    "fp16 remainders": (
-        dict(store_param_remainders=True, flat_master=True),
-        MixedPrecisionError,
-        "needs bfloat16, the upper half of float32; a number in torch.float16",
-    ),
-    "remainders": (
-        dict(store_param_remainders=True, dtype="bf16"),
-        MixedPrecisionError,
-        "store_param_remainders=True needs flat_master=True",
-    ),
     "fp32 grads": (
         dict(half_grads=True, flat_master=True, dtype="fp32"),
         MixedPrecisionError,

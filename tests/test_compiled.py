@@ -118,11 +118,8 @@ def test_a_compiled_model_may_be_given(layout):
     run = Run(compiled_around, LAYOUTS[layout], first=True).train()
     assert run.count()[1] == 0
     assert run.losses == Run(compiled_around, LAYOUTS[layout]).train().losses
-    assert run.model.conv.weight.dtype == torch.bfloat16
-    saved = run.call.state_dict()
-    assert all(v.dtype != torch.bfloat16 for v in saved.values())  # files are float32
     run.opt.masters.restore()
-    assert run.model.conv.weight.dtype == torch.float32
+    assert "forward" not in vars(run.model)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

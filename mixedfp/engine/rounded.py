@@ -83,7 +83,7 @@ def _names_of(cls: type, is_forward: bool) -> frozenset[str]:
     "Return the names that a user's class uses: in its forward pass, or in all but `__init__`."
     methods: dict[str, Any] = {}
     for kind in inspect.getmro(cls):
-        if kind.__module__.startswith("torch.nn."):
+        if kind.__module__.partition(".")[0] in ("torch", "builtins"):
             break
         methods = {**vars(kind), **methods}
     found, todo, seen = set(), ["forward"] if is_forward else list(methods), set()
@@ -92,8 +92,9 @@ def _names_of(cls: type, is_forward: bool) -> frozenset[str]:
             seen.add(name)
             if "init" not in name and name != "reset_parameters":
                 f: Any = methods[name]
-                names = _names_in(getattr(f, "fget", None) or getattr(f, "__func__", f))
-                found |= names
+                f = getattr(f, "fget", None) or getattr(f, "__func__", f)
+                names = _names_in(f) if inspect.isfunction(f) else ()
+                found.update(names)
                 todo += names
     return frozenset(found)
 
@@ -154,7 +155,7 @@ class Copies:
     def find(self) -> None:
         "Find the parameters to copy, and the places of the copies."
         self.params: list[Parameter] = []
-        self.places: list[tuple[dict, dict, str, int]] = []  # where copies go; `params[i]`
+        self.places: list[tuple[nn.Module, dict, dict, str, int]] = []  # of copies of `params[i]`
         index: dict[Any, int] = {}
         for m in self.model.modules():
             if m in self.without or isinstance(m, _READ_IN_FLOAT) or may_write(m):
@@ -164,7 +165,7 @@ class Copies:
                 if type(p) is Parameter and p.dtype == torch.float32 and p not in self.without:
                     i = index.setdefault(p, len(index))
                     self.params += [p] * (i == len(self.params))
-                    self.places.append((vars(m), m._parameters, name, i))
+                    self.places.append((m, vars(m), m._parameters, name, i))
 
     def round(self) -> list[Tensor]:
         "Return the parameters rounded: a kernel for each vector, a grouped copy for the others."
@@ -204,16 +205,16 @@ class Copies:
         except BaseException:
             self.lock.release()
             raise
-        before = [own.get(name) for own, _, name, _ in self.places]
+        before = [own.get(name) for _, own, _, name, _ in self.places]
         self.running.append(_Pass(rounded, before, _versions(rounded)))
-        for own, params, name, i in self.places if copies else ():
+        for _, own, params, name, i in self.places if copies else ():
             if params.get(name) is self.params[i]:
                 own[name] = copies[i]
 
     def __exit__(self, *_: Any) -> None:
         """Remove the copies, or put back those of the pass around this one."""
         done = self.running.pop()
-        for (own, _, name, _), was in zip(self.places, done.before, strict=True):
+        for (_, own, _, name, _), was in zip(self.places, done.before, strict=True):
             own.pop(name, None)
             if was is not None:
                 own[name] = was
@@ -229,7 +230,8 @@ class Copies:
             is_same = p.to(c.dtype) == c
             if not is_same.all():
                 p.copy_(torch.where(is_same, p, c.to(p.dtype)))
-                self.places = [place for place in self.places if place[3] != i]
+                self.without.update(place[0] for place in self.places if place[4] == i)
+                self.places = [place for place in self.places if place[0] not in self.without]
                 warn_once(
                     f"a parameter of shape {tuple(p.shape)} was written in the forward pass: the "
                     "new values are kept, and from now on its module reads it in float32"
