@@ -22,7 +22,7 @@ from .engine.in_float32 import InFloat32
 from .engine.optimizers import evaluates_once
 from .formats import MixedPrecisionError
 from .nested import check_flag, warn_once
-from .optimizer import with_masters
+from .optimizer import masters_of, with_masters
 from .scaler import LossScaler
 from .torch_private import uncompiled
 
@@ -159,7 +159,7 @@ _OWN = {"amp_enabled", "amp_dtype", "amp_mode", "grad_scaler", *_OF_MASTERS}
 
 
 class _Components:
-    "Creates the loss scaler and the masters, and handles files and copies."
+    "Creates the loss scaler and the masters, and handles files and pickles."
 
     def initialize(self) -> Any:
         """Initialize all components and return self."""
@@ -194,36 +194,26 @@ class _Components:
         policy = Policy(self.amp_dtype, **settings)
         return policy if is_on else None
 
-    def _model(self):
-        "Return the module, or a ModuleDict if there are several."
-        parts = {name: getattr(self, name + "_", None) for name in self._modules}
-        parts = {k: uncompiled(m) for k, m in parts.items() if isinstance(m, nn.Module)}
-        return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
-
     def _get_optimizers(self):
         found = [getattr(self, name + "_", None) for name in self._optimizers]
         return [opt for opt in found if opt is not None]
 
-    def _initialize_module(self, *args, **kwargs):
-        self._restore()
-        return super()._initialize_module(*args, **kwargs)
-
     def _initialize_optimizer(self, *args, **kwargs):
-        self._restore()
         super()._initialize_optimizer(*args, **kwargs)
         self._make_masters()
         return self
 
-    def _restore(self):
-        for opt in self._get_optimizers():
-            if hasattr(opt, "masters"):
-                opt.masters.restore()
-
     def _make_masters(self):
+        "Restore the masters, and create those of the current settings."
+        parts = {name: getattr(self, name + "_", None) for name in self._modules}
+        parts = {k: uncompiled(m) for k, m in parts.items() if isinstance(m, nn.Module)}
+        for masters in map(masters_of, parts.values()):
+            if masters is not None:
+                masters.restore()
         optimizers = self._get_optimizers()
         if not optimizers or (policy := self._policy()) is None:  # a trimmed net has no optimizer
             return
-        model = self._model()
+        model = next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
         inside = set(model.parameters())
         if any(p not in inside for _, p in self.get_all_learnable_params()):
             raise MixedPrecisionError(
@@ -239,7 +229,7 @@ class _Components:
         return _SavedScale(found) if name == "grad_scaler_" else found
 
     def __setstate__(self, state: dict) -> None:
-        """Load a pickle, and create masters for its float32 module."""
+        """Load a pickle, whose module is a plain one, and create masters."""
         super().__setstate__(state)
         if vars(self).get("initialized_"):
             self._make_masters()
@@ -268,7 +258,7 @@ class _Parameters:
         if own.keys() - {"amp_mode", *_OF_MASTERS}:
             self.grad_scaler_ = scaler
         if new_policy != policy:
-            self._initialize_optimizer(reason=self._format_reinit_msg("optimizer", own))
+            self._make_masters()
         return self
 
 # %% ../nbs/13_skorch.ipynb #67b8b197
@@ -337,7 +327,7 @@ class MixedPrecisionMixin(_Batches, _Parameters, _Components):
     """Mixed precision for `NeuralNet` and its subclasses; list it before them among the bases.
 
     `net.grad_scaler_` is the loss scaler; the optimizer's file also contains its state. With
-    `amp_mode='master'`, `net.optimizer_.masters` owns the float32 weights.
+    `amp_mode='master'`, `net.optimizer_.masters` counts the skipped steps.
     Raises: TypeError, ValueError, MixedPrecisionError from `initialize` and `set_params`.
     """
 

@@ -22,7 +22,7 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.nested import warn_once
-from mixedfp.optimizer import with_masters
+from mixedfp.optimizer import masters_of, with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.skorch import MixedPrecisionMixin
 from mixedfp.testing import assert_same
@@ -34,7 +34,7 @@ MODES = {
     "master_fp16": MASTER,
     "master_bf16": dict(MASTER, amp_dtype="bf16"),
     "flat_fp16": dict(MASTER, flat_master=True),
-    "small_bf16": dict(MASTER, amp_dtype="bf16", flat_master=True, store_param_remainders=True),
+    "flat_bf16": dict(MASTER, amp_dtype="bf16", flat_master=True),
 }
 every_mode = pytest.mark.parametrize("mode", MODES)
 fp16 = pytest.mark.parametrize("mode", [name for name in MODES if "fp16" in name])
@@ -108,7 +108,10 @@ WRONG = {
     "amp_mode": (dict(amp_mode="autocat"), ValueError),
     "dtype": (dict(amp_dtype="float8"), TypeError),
     "growth_factor": (dict(grad_scaler__growth_factor=0.5), ValueError),
-    "store_param_remainders=True needs": (dict(amp_dtype="fp16"), MixedPrecisionError),
+    "needs flat_master=True": (
+        dict(flat_master=False, state_dtype={"momentum_buffer": torch.bfloat16}),
+        MixedPrecisionError,
+    ),
 }
 
 
@@ -116,8 +119,8 @@ WRONG = {
 def test_wrong_settings_are_refused_and_change_nothing(words):
     settings, error = WRONG[words]
     with pytest.raises(error, match=words):
-        make("small_bf16", **settings).initialize()
-    net = make("small_bf16").fit(*table())
+        make("flat_bf16", **settings).initialize()
+    net = make("flat_bf16").fit(*table())
     before, params = ends(net), net.get_params()
     with pytest.raises(error, match=words):
         net.set_params(lr=2.0, **settings)
@@ -194,15 +197,13 @@ def test_autocast_is_the_loop_of_pytorchs_documentation(opt):
     assert net.grad_scaler_.get_scale() == scaler.get_scale() > 2**16
 
 
-SMALL = dict(flat_master=True, store_param_remainders=True)
-SMALL |= dict(state_dtype={"momentum_buffer": torch.bfloat16}, keep_fp32=["last"])
+SMALL = dict(flat_master=True, keep_fp32=["last"])
+SMALL |= dict(state_dtype={"momentum_buffer": torch.bfloat16})
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("kinds", [{}, dict(flat_master=True), SMALL], ids=["each", "flat", "16"])
 def test_masters_are_those_of_a_loop(dtype, kinds):
-    if dtype == "fp16":
-        kinds = {k: v for k, v in kinds.items() if k != "store_param_remainders"}
     net, hand = [clone(make(**MASTER, amp_dtype=dtype, **kinds)), make().initialize()]
     torch.manual_seed(0), net.initialize()
     net.module_.load_state_dict(hand.module_.state_dict())
@@ -325,9 +326,21 @@ def test_a_resumed_run_ends_in_the_same_bits(mode, tmp_path):
 def test_a_module_given_as_an_instance_keeps_its_weights():
     net = make("flat_fp16", module=Small()).fit(*table())
     module, before = net.module_, weights(net)
-    assert net.initialize().module_ is module and module.first.weight.dtype == torch.float16
+    assert net.initialize().module_ is module
+    assert module.first.weight.dtype == torch.float32 and masters_of(module) is not None
     net.set_params(amp_enabled=False)
-    assert_same(before | {k: p.data for k, p in module.named_parameters()}, before)
+    assert masters_of(module) is None
+    assert_same(weights(net), before)
+
+
+@pytest.mark.parametrize("other", MODES)
+def test_a_mode_that_is_set_keeps_weights_and_momentum(other):
+    net = make("flat_bf16").fit(*table())
+    before, momentum = weights(net), copy.deepcopy(net.optimizer_.state_dict()["state"])
+    net.set_params(**dict(flat_master=False) | MODES[other])
+    assert_same([weights(net), net.optimizer_.state_dict()["state"]], [before, momentum])
+    net.partial_fit(*table())
+    assert not weights(net)["first.weight"].equal(before["first.weight"])
 
 
 def test_a_trimmed_net_predicts():
@@ -335,7 +348,7 @@ def test_a_trimmed_net_predicts():
     before, masters = net.forward(X), weights(net)
     net.trim_for_prediction()
     assert_same(net.forward(X), before)
-    twin = pickle.loads(pickle.dumps(net))  # in float32
+    twin = pickle.loads(pickle.dumps(net))  # has no optimizer, so no masters: in float32
     assert_same(weights(twin), masters)
     assert (twin.forward(X) - before).abs().max() < 2**-8
 
