@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .formats import MixedPrecisionError
-from .nested import cast_floats, check_dtype, check_flag, map_tensors, warn_once
+from .nested import cast_floats, check_dtype, check_flag, map_tensors
 from .torch_private import NORMS, apply_to_own
 
 # %% ../nbs/04_cast.ipynb #502f81c6

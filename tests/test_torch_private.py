@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -42,20 +40,6 @@ def test_the_module_inside_of_a_compiled_one_is_found():
     assert private.uncompiled(model) is model
 
 
-def test_each_kind_of_hook_has_its_dict():
-    model = nn.Linear(1, 1)
-    handles = [
-        model.register_forward_pre_hook(print, with_kwargs=True),
-        model.register_forward_hook(print, with_kwargs=True, always_call=True),
-        model.register_state_dict_post_hook(lambda *args: None),
-        model.register_load_state_dict_pre_hook(print),
-        model.register_load_state_dict_post_hook(print),
-    ]
-    kinds = private.all_hooks(model).values()
-    found = [sum(h.id in hooks for hooks in kinds) for h in handles]
-    assert found == [2, 3, 1, 1, 1]
-
-
 def test_hooks_around_a_step_are_found():
     opt = SGD(nn.Linear(1, 1).parameters(), 0.1)
     own = opt.register_step_pre_hook(print), opt.register_step_post_hook(repr)
@@ -75,17 +59,13 @@ def test_nodes_are_numbered_as_they_are_made():
     assert numbers[0] < numbers[1] < private.next_sequence_number()
 
 
-def test_a_backward_pass_has_a_number_and_an_end():
+def test_a_backward_pass_has_a_number():
     x, seen = torch.ones((), requires_grad=True), []
     y = x * 2
 
-    def look(grad):
-        seen.append(private.backward_id())
-        private.at_end_of_backward(lambda: seen.append("end"))
-
-    y.register_hook(look)
+    y.register_hook(lambda grad: seen.append(private.backward_id()))
     y.backward()
-    assert seen[0] >= 0 and seen[1] == "end" and private.backward_id() == -1
+    assert seen[0] >= 0 and private.backward_id() == -1
 
 
 def test_hooks_of_saved_tensors_are_seen():
@@ -150,8 +130,28 @@ def test_a_fused_optimizer_unscales_by_itself():
     assert not private.unscales_by_itself(SGD(params, 0.1))
 
 
-def test_no_ddp_is_active_outside_of_one():
-    assert private.active_ddp() is None
+def test_a_transformation_of_functions_is_seen():
+    seen = []
+    torch.func.vmap(lambda x: seen.append(private.inside_functorch()) or x)(torch.ones(2))
+    assert seen == [True] and not private.inside_functorch()
+
+
+def test_autocast_is_left_by_its_dispatch_key_and_comes_back():
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with private.without_autocast("cpu"):
+            assert layer(x).dtype == torch.float32
+        assert layer(x).dtype == torch.bfloat16
+
+
+def test_a_tensor_that_shares_its_storage_is_known():
+    p = nn.Parameter(torch.ones(4))
+    assert not private.is_shared(p)
+    other = p.data
+    assert private.is_shared(p) and private.is_shared(other[:2])
+    del other
+    assert not private.is_shared(p)
+    assert private.is_shared(nn.Linear(2, 2).share_memory().weight)
 
 
 @pytest.fixture
@@ -160,32 +160,6 @@ def alone():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
-
-
-def test_a_reducer_without_hooks_takes_the_gradients_it_is_given(alone):
-    ddp, sent = DistributedDataParallel(nn.Linear(2, 2, bias=False)), []
-
-    def send(group, bucket):
-        sent.append(1)
-        return default_hooks.allreduce_hook(group, bucket)
-
-    ddp.register_comm_hook(None, send)
-    assert not private.is_joined(ddp)
-    with ddp.join():
-        assert private.is_joined(ddp)
-    private.send_weights(ddp)
-    (p,) = private.new_reducer(ddp, has_hooks=False)
-    assert p is ddp.module.weight
-    handle = p.register_post_accumulate_grad_hook(lambda p: private.give_to_reducer(ddp, 0))
-    for _ in range(2):
-        ddp(torch.ones(1, 2)).sum().backward()
-    assert len(sent) == 2 and p.grad.equal(torch.full((2, 2), 2.0))
-    assert private.rebuild_buckets(ddp) is False  # after the first pass DDP has done it
-    handle.remove()
-    private.new_reducer(ddp)  # with its own hooks
-    private.prepare_reducer(ddp)
-    ddp(torch.ones(1, 2)).sum().backward()
-    assert len(sent) == 3
 
 
 def test_a_sharded_module_has_a_policy(alone):

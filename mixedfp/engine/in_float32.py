@@ -112,18 +112,26 @@ class InFloat32(TorchFunctionMode):
 
     def _is_lookup(self, args, kwargs):
         "Return whether the copy of a trained weight is read by integer indices, which may repeat."
-        if not torch.is_grad_enabled() or is_compiling():
+        if not torch.is_grad_enabled():
             return False
         both = (*args, *kwargs.values())
         for t in both:
-            is_half = isinstance(t, Tensor) and t.dtype == self.dtype
-            if is_half and type(t.grad_fn).__name__ == "RoundBackward":  # see `engine.rounded`
+            is_half = isinstance(t, Tensor) and t.dtype == self.dtype and t.requires_grad
+            if is_half and _is_copy(t):
                 ids = [i for a in both for i in (a if isinstance(a, tuple) else (a,))]
                 return not _INTEGERS.isdisjoint([getattr(i, "dtype", None) for i in ids])
         return False
 
     def _look_up(self, func, args, kwargs):
         "Look up rows and sum their gradients in float32; a bfloat16 count would stop at 256."
+        if func.__name__ in _TABLES:
+            kwargs = dict(zip(_TABLES[func.__name__], args, strict=False)) | kwargs
+            if kwargs.get("sparse"):
+                return func(**kwargs)
+            if (limit := kwargs.pop("max_norm", None)) is not None:  # applied to the weight itself
+                weight, ids = kwargs["weight"].detach(), kwargs["input"].contiguous()
+                torch.embedding_renorm_(weight, ids, limit, kwargs.get("norm_type", 2.0))
+            args = ()
         return cast_floats(_call(func, to_float((args, kwargs))), self.dtype)
 
     def _multiply(self, func, inputs, is_autocast):
@@ -145,6 +153,17 @@ _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 
 
 _INTEGERS = {torch.int32, torch.int64}
+_OPTIONS = "max_norm norm_type scale_grad_by_freq"
+_TABLES = {
+    "embedding": f"input weight padding_idx {_OPTIONS} sparse".split(),
+    "embedding_bag": f"input weight offsets {_OPTIONS} mode sparse per_sample_weights "
+    "include_last_offset padding_idx".split(),
+}
+
+def _is_copy(t):
+    "Return whether `t` is the copy of a weight, see `engine.rounded`; compiled code cannot tell."
+    return not is_compiling() and type(t.grad_fn).__name__ == "RoundBackward"
+
 
 def _float_dtypes(o):
     found = set()

@@ -9,8 +9,7 @@ __all__ = ['GROUP', 'Round', 'may_write', 'may_write_below', 'Copies']
 import functools
 import inspect
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -130,6 +129,7 @@ class _Pass(NamedTuple):
     rounded: list[Tensor]  # in the order of `Copies.params`
     before: list[Any]  # what each place held
     version: int  # the sum of the versions of `rounded`; a write changes it
+    is_eager: bool  # else Dynamo compiles it: no lock, no versions
 
 
 class Copies:
@@ -194,7 +194,7 @@ class Copies:
 
     def __enter__(self) -> None:
         """Give each module its copies; a pass inside another shares its memory."""
-        if not is_compiling():
+        if is_eager := not is_compiling():
             self.lock.acquire()
         try:
             # `vmap` cannot pass through a node of ours; under it autocast casts
@@ -203,10 +203,11 @@ class Copies:
                 rounded = self.running[-1].rounded if self.running else self.round()
             copies = self._tied(rounded) if rounded else []
         except BaseException:
-            self.lock.release()
+            if is_eager:
+                self.lock.release()
             raise
         before = [own.get(name) for _, own, _, name, _ in self.places]
-        self.running.append(_Pass(rounded, before, _versions(rounded)))
+        self.running.append(_Pass(rounded, before, _versions(rounded), is_eager))
         for _, own, params, name, i in self.places if copies else ():
             if params.get(name) is self.params[i]:
                 own[name] = copies[i]
@@ -218,7 +219,7 @@ class Copies:
             own.pop(name, None)
             if was is not None:
                 own[name] = was
-        if not is_compiling():
+        if done.is_eager:
             self.lock.release()
             if not self.running and _versions(done.rounded) != done.version:
                 self._take_writes(done.rounded)
