@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from .cast import Policy
@@ -26,6 +25,7 @@ from .formats import MixedPrecisionError
 from .nested import check_dtype
 from .optimizer import masters_of, with_masters
 from .scaler import LossScaler
+from .sharded import has_shards
 from .step import MixedStep
 
 # %% ../nbs/15_trainers.ipynb #f15a0025
@@ -47,11 +47,14 @@ class _Setup(NamedTuple):
             )
         return cls({**settings, "dtype": policy.dtype}, scaler or LossScaler(enabled=is_fp16))
 
-    def attach(self, model, optimizers):
-        "Create masters for `optimizers` to step; without optimizers, to evaluate in 16 bits."
+    def attach(self, model, *optimizers):
+        "Make `model` compute in 16 bits, and `optimizers` skip steps with inf or nan."
+        masters = masters_of(model)
+        if masters is not None and masters.params and has_shards(model):  # Fabric sharded it later
+            masters.restore()
         if optimizers:
             with_masters(model, *optimizers, **self.settings)
-        elif any(p.requires_grad for p in model.parameters()):
+        elif masters_of(model) is None and any(p.requires_grad for p in model.parameters()):
             MixedStep(Policy(**self.settings)).attach(model)
 
     def logs(self, models) -> dict[str, float]:
@@ -59,7 +62,7 @@ class _Setup(NamedTuple):
         if self.settings["dtype"] == torch.float32:
             return {}
         scale = {"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}
-        masters = filter(None, map(masters_of, models))
+        masters = set(filter(None, map(masters_of, models)))
         return {**scale, "skipped_steps": sum(m.n_skipped for m in masters)}
 
 
@@ -95,10 +98,9 @@ def _as_plugin(cls, *packages):
 
 
 class MastersPrecision:
-    """A precision plugin for Lightning: 16-bit weights with float32 masters.
+    """A precision plugin for Lightning: 16-bit forward and backward passes, float32 parameters.
 
-    A `Trainer` creates the masters after `configure_optimizers` and restores the float32 model at
-    the end of a fit, test or prediction. In Fabric a model gets masters in its first forward pass.
+    A `Trainer` restores the plain model at the end of a fit, test or prediction.
     Raises: like `with_masters`; ImportError if Lightning is not installed.
     Source: lightning.pytorch.plugins.precision.MixedPrecision
     """
@@ -121,7 +123,7 @@ class MastersPrecision:
         self.setup = _Setup.of(dtype, scaler, settings)
         self.scaler = self.setup.scaler
         self.models: list[nn.Module] = []
-        self.waiting: list[nn.Module] = []  # modules before their first forward pass in Fabric
+        self.fresh: list[nn.Module] = []  # before their first forward pass
         # the class whose hooks run: Fabric's, until a Trainer connects
         self.hooks: Any = next(c for c in type(self).__mro__ if "fabric" in c.__module__)
 
@@ -135,54 +137,47 @@ class MastersPrecision:
         return self.setup.logs(self.models)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        "Remember a module from Fabric, which passes no optimizers here."
-        self.waiting.append(module)
+        "Make a module of a `Trainer` or of Fabric compute in 16 bits."
+        self.models.append(module)
+        self.fresh.append(module)
+        if not any(p.is_meta for p in module.parameters()):  # Fabric will give them memory
+            self.setup.attach(module)
         return module
 
     def connect(self, model: nn.Module, optimizers: list, lr_schedulers: list) -> tuple:
-        "Create masters for a `Trainer` before it loads the optimizer states."
-        module: Any = model.module if isinstance(model, DistributedDataParallel) else model
-        base = next(c for c in type(module).__mro__ if c.__name__ == "LightningModule")
+        "Prepare the optimizers of a `Trainer`."
+        base = next(c for c in type(self.models[-1]).__mro__ if c.__name__ == "LightningModule")
         package = base.__module__.split(".")[0]
         self.hooks = next(c for c in type(self).__mro__ if c.__module__.startswith(package))
-        self.waiting = []
-        self._attach(module, optimizers)
+        self.setup.attach(self.models[-1], *optimizers)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        "Restore the float32 models, bit for bit."
+        "Restore the plain models."
         for masters in filter(None, map(masters_of, self.models)):
             masters.restore()
-        self.models = []
+        self.models, self.fresh = [], []
 
-    def _attach(self, model, optimizers):
-        self.setup.attach(model, optimizers)
-        self.models.append(model)
-
-    def _attach_waiting(self):
-        while self.waiting:
-            self._attach(self.waiting.pop(), ())
-
-    def _adopt(self, optimizer):
-        "Make a Fabric optimizer step the masters."
-        self._attach_waiting()
+    def _prepare(self, optimizer):
+        "Prepare an optimizer of Fabric, which passes it here with its first step."
         if "masters" not in vars(optimizer):
-            states = [t for state in optimizer.state.values() for t in state.values()]
-            if any(isinstance(t, Tensor) and t.itemsize == 2 for t in states):
-                raise MixedPrecisionError(
-                    "the optimizer's states were loaded into 16 bits: call fabric.load before the "
-                    "first forward pass"
-                )
-            self.setup.attach(_model_of(optimizer, self.models), [optimizer])
+            self.setup.attach(_model_of(optimizer, self.models), optimizer)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         "Run the enclosed code in 16 bits, such as `training_step` with its loss."
-        self._attach_waiting()
+        while self.fresh:  # Fabric may have sharded it
+            self.setup.attach(self.fresh.pop())
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(computing(model))
             yield
+
+    def _refresh(self):
+        "Inside the context, round changed parameters again."
+        for masters in filter(None, map(masters_of, self.models)):
+            if masters.copies is not None:
+                masters.copies.refresh()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         "Run the trainer's hooks."
@@ -199,7 +194,7 @@ class MastersPrecision:
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         "Unscale the gradients before Fabric clips them."
-        self._adopt(optimizer)
+        self._prepare(optimizer)
         self.scaler.unscale_(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +210,7 @@ class MastersPrecision:
         **kwargs: Any,
     ) -> Any:  # the loss, or the result of the step
         "Compute gradients, unscale and clip them; step or skip; update the loss scale."
-        self._adopt(optimizer)
+        self._prepare(optimizer)
         loss, given = None, []
         if closure is not None:
             given = [partial(self._evaluate, optimizer, model, closure)]
@@ -225,9 +220,8 @@ class MastersPrecision:
                     return None
         done = self.scaler.step(optimizer, *given, **kwargs)
         self.scaler.update()
-        if model is not None and not model.automatic_optimization:  # other losses follow
-            for masters in filter(None, map(masters_of, self.models)):
-                masters.begin_forward()
+        if given or not optimizer.master_step.is_guarded:  # pyright: ignore
+            self._refresh()
         if model is not None and model.trainer.global_step % model.trainer.log_every_n_steps == 0:
             for logger in model.trainer.loggers if self.logs else ():
                 logger.log_metrics(self.logs, step=model.trainer.global_step)
@@ -235,6 +229,7 @@ class MastersPrecision:
 
     def _evaluate(self, optimizer, model, closure):
         "Call the closure; let a `Trainer` inspect and clip unscaled gradients."
+        self._refresh()
         loss = closure()
         if model is not None and not self._is_left_out(loss, model):
             self.scaler.unscale_(optimizer)
@@ -267,7 +262,7 @@ class _Accelerator:
                 model = _model_of(opt, known)
                 if self.device_placement:  # create masters on the device they are used on
                     model.to(self.device)
-                self.setup.attach(model, [opt])
+                self.setup.attach(model, opt)
                 self.models.append(model)
         return super().prepare(*args, **kwargs)  # pyright: ignore
 
@@ -298,6 +293,11 @@ class _Trainer:
     def _load_scaler(self, checkpoint):
         if self.accelerator.scaler is not None:  # a run in float16 may continue in bfloat16
             super()._load_scaler(checkpoint)  # pyright: ignore
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple:
+        "Evaluate one batch, or generate its tokens, with one set of copies."
+        with computing(self.model):
+            return super().prediction_step(*args, **kwargs)  # pyright: ignore
 
     def save_model(self, output_dir=None, _internal_call=False, dtype=None) -> None:
         "Save float32 weights, or a copy of the model cast to `dtype`, such as torch.bfloat16."
