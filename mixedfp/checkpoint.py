@@ -205,7 +205,7 @@ class Checkpoint(Callback):
         self,
         learn: Learner,  # created as on the first start
     ) -> int:  # finished epochs, for `start_epoch`; 0 if there is no file
-        """Load model, optimizer and loss scale; the fit then restores the random states.
+        """Load model and optimizer; the fit then restores loss scale and random states.
 
         Raises: MixedPrecisionError for a file that is damaged, from another model or optimizer, or
         not written by `Checkpoint`; the learner is then left unchanged.
@@ -226,7 +226,6 @@ class Checkpoint(Callback):
             raise
         opt.load_state_dict(state["opt"])
         model.load_state_dict(state["model"])
-        _load_scales(learn, state["opt"][_KEY])
         self.n_done = state["opt"][_KEY]["n_done"]
         return self.n_done
 
@@ -266,15 +265,13 @@ class Checkpoint(Callback):
         mixed = _scaling(self.learn)
         known = None if mixed is None else mixed.scaler.known_of(mixed.opt.core)
         progress["grad_scale"] = 1.0 if known is None else known.scale
-        scales = {k: scaler.state_dict() for k, scaler in _scalers(self.learn).items()}
-        return {"format": _FORMAT, "ranks": ranks, **progress, **scales}
+        return {"format": _FORMAT, "ranks": ranks, **progress}
 
     def _restore(self):
         "Restore the file's state again, because other callbacks may have changed it."
         opt = self._read(self.learn)["opt"]
         saved, ranks = opt[_KEY], opt[_KEY]["ranks"]
         self.opt.load_state_dict(opt)
-        _load_scales(self.learn, saved)
         self.learn.train_iter = saved["train_iter"]
         is_shared = isinstance(self.model, DistributedDataParallel)
         here = distributed.get_world_size(self.model.process_group) if is_shared else 1
@@ -282,15 +279,14 @@ class Checkpoint(Callback):
             warn_once(f"the checkpoint is from {len(ranks)} process(es), this run has {here}: the "
                       "batches differ from those of an uninterrupted run")
         own = ranks[min(rank_distrib(), len(ranks) - 1)]
-        mixed, factor = _scaling(self.learn), 1.0
-        if mixed is None:
-            factor = 1 / saved["grad_scale"]
-        else:
-            mixed.scaler.adopt(mixed.opt.core, saved["grad_scale"])
+        mixed, scale = _scaling(self.learn), saved["grad_scale"]
+        if mixed is not None:
+            mixed.scaler.adopt(mixed.opt.core, scale)
+            scale = 1.0
         for k, p in get_model(self.model).named_parameters():
-            g = own["grads"].get(k)
-            dtype = None if g is None else p.grad_dtype or g.dtype  # None: as saved
-            p.grad = None if g is None else torch.zeros_like(p, dtype=dtype).copy_(g * factor)
+            p.grad = None
+            if (g := own["grads"].get(k)) is not None:  # in 16 bits only with `half_grads`
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype or g.dtype).copy_(g / scale)
         for cb, (name, counts) in zip(self._counting(), saved["callbacks"], strict=False):
             if cb.name == name:
                 vars(cb).update(counts, run=True)
@@ -325,16 +321,3 @@ def _scaling(learn):
     "Return the mixed precision of a Learner if its losses are scaled, else None."
     cb = vars(learn).get("mp_cb")
     return None if cb is None or not cb.mixed.scaler.is_enabled() else cb.mixed
-
-
-def _scalers(learn):
-    "Return the objects that own the loss scale and the layer scales."
-    cb = vars(learn).get("mp_cb")
-    found = {} if cb is None else dict(loss_scale=cb.mixed.scaler, layer_scales=cb.mixed.layers)
-    return {k: scaler for k, scaler in found.items() if scaler is not None}
-
-
-def _load_scales(learn, saved):
-    for k, scaler in _scalers(learn).items():
-        if saved.get(k):  # empty if nothing was scaled
-            scaler.load_state_dict(saved[k])

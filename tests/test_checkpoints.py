@@ -1,4 +1,4 @@
-"""Files: what one precision writes, any other reads, and what cannot be read changes nothing."""
+"""Files: what one precision writes, any other reads."""
 
 import io
 import pickle
@@ -9,7 +9,7 @@ import torch
 from fastai.basics import L
 from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import SaveModelCallback
-from tiny import Do, Sometimes, conv_net, make_learner, one_group, opt_state, plain, weights
+from tiny import Do, Sometimes, conv_net, make_learner, one_group, opt_state, weights
 
 import mixedfp.callback  # noqa: F401, gives Learner to_fp16
 from mixedfp.testing import assert_same
@@ -20,11 +20,11 @@ PRECISIONS = {
     "fp16_flat": lambda learn: learn.to_fp16(flat_master=True, growth_interval=3),
     "bf16": lambda learn: learn.to_bf16(),
     "bf16_flat": lambda learn: learn.to_bf16(flat_master=True),
-    "bf16_rest": lambda learn: learn.to_bf16(flat_master=True, store_param_remainders=True),
+    "bf16_state": lambda learn: learn.to_bf16(flat_master=True, state_dtype=dict(sqr_avg="bf16")),
     "mixed_fp32": lambda learn: learn.to_fp16(dtype=torch.float32, flat_master=True),
 }
 ANY = pytest.mark.parametrize("precision", PRECISIONS)
-SOME = pytest.mark.parametrize("precision", ["fp16", "fp16_flat", "bf16_rest"])
+SOME = pytest.mark.parametrize("precision", ["fp16", "fp16_flat", "bf16_flat"])
 
 
 def learner(precision, path, opt="adam", **kwargs):
@@ -42,13 +42,6 @@ def trained(precision, path, opt="adam", **kwargs):
 def state(learn):
     """Return copies of all that a file is to hold."""
     return {"model": weights(learn), "opt": opt_state(learn)}
-
-
-def everything(learn):
-    """Return copies of all that there is, the weights as they lie in memory included."""
-    params = list(learn.model.parameters())
-    found = {"grads": [p.grad for p in params], "low": [p.data for p in params]}
-    return state(learn) | plain(found) | {"flags": [(p.requires_grad, p.dtype) for p in params]}
 
 
 def tensors(o):
@@ -103,7 +96,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize(("first", "second", "opt"), PAIRS)
 def test_a_file_of_any_precision_continues_in_any_other(first, second, opt, run, tmp_path):
-    """Weights, masters and moments are the saved bits; between layouts, so is all that follows."""
+    """Weights and moments are the saved bits; between layouts, so is all that follows."""
     file, saved, unbroken = run(first, opt)
     learn = learner(second, tmp_path, opt, seed=2)
     quietly(learn.load, file.with_suffix(""))
@@ -113,7 +106,7 @@ def test_a_file_of_any_precision_continues_in_any_other(first, second, opt, run,
     PRECISIONS[second](learn)
     learn.fit(1, 0.02, wd=0.1)
     assert moved(learn, saved["model"])
-    exact = {"mixed_fp32": "fp32", "bf16_rest": None}  # remainders round half up
+    exact = {"mixed_fp32": "fp32", "bf16_state": None}
     if exact.get(first, first[:4]) == exact.get(second, second[:4]):
         assert_same(state(learn), unbroken)
     for k, v in weights(learn).items():
@@ -214,76 +207,6 @@ def test_fastais_callback_saves_each_epoch_and_loads_the_best(precision, tmp_pat
         assert_same(state(other), seen[i])
 
 
-# Plain fastai, where this library is not installed
-
-ALONE = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-sys.modules["mixedfp"] = None
-import torch
-from fastai.learner import load_learner, load_model
-from plain_net import make
-
-here, found = Path(sys.argv[1]), {}
-for file in sorted(here.glob("models/*.pth")):
-    learn = make(here, seed=2)
-    learn.load(file.stem)
-    found[file.stem] = dict(learn.model.state_dict()), list(learn.opt.state_dict()["state"])
-    learn.fit(1)
-for file in sorted(here.glob("*.pkl")):
-    found[file.stem] = dict(load_learner(file).model.state_dict())
-torch.save(found, here / "found.pt")
-"""
-PLAIN_NET = """
-import torch
-from fastai.basics import DataLoaders, Learner
-from fastcore.basics import noop
-from torch import nn
-
-
-def make(path, seed=1):
-    torch.manual_seed(seed)
-    rows = [(torch.full((4,), i / 8), torch.tensor([i % 3 / 2.0])) for i in range(16)]
-    dls = DataLoaders.from_dsets(rows, rows[:4], bs=4, shuffle=False, num_workers=0, device="cpu")
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    learn = Learner(dls, net, nn.MSELoss(), path=path)
-    learn.remove_cb(learn.progress)
-    learn.logger = noop
-    return learn
-"""
-
-
-# Files of other hands
-
-
-@SOME
-def test_parts_and_files_in_another_type_go_in(precision, tmp_path):
-    """An old file in 16 bits: the masters are its values, none of their low bits invented."""
-    learn = trained(precision, tmp_path)
-    before = state(learn)
-    some = {k: v.half() for k, v in conv_net().state_dict().items() if k[0] in "4" or "1.w" in k}
-    torch.save(some | {"body.weight": torch.ones(2)}, tmp_path / "some.pth")
-    quietly(learn.load, tmp_path / "some", with_opt=False, strict=False)
-    expected = before["model"] | {k: v.float() for k, v in some.items()}
-    assert_same(state(learn), before | {"model": expected})
-    learn.fit(1, 0.02)
-    assert moved(learn, expected)
-
-
-# Files that cannot be read
-
-
-REFUSED = {
-    "missing": (lambda m: {k: m[k] for k in m if k != "4.weight"}, "Missing key.*4.weight"),
-    "too_much": (lambda m: m | {"head.weight": torch.ones(3)}, "Unexpected key.*head.weight"),
-    "other_head": (lambda m: m | {"10.weight": torch.ones(5, 4)}, "size mismatch for 10.weight"),
-    "other_kind": (lambda m: m | {"10.bias": "none"}, "10.bias"),
-    "whole_model": (lambda m: conv_net(), "(?i)weights.only"),
-    "broken": (None, ".*"),
-}
-
-
 # Loading in the middle of a fit
 
 EVENTS = ["before_fit", "before_train", "before_batch", "after_backward", "before_step"]
@@ -310,9 +233,8 @@ def test_loading_in_any_event_loads_every_bit(one, two, event, tmp_path):
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("event", ["before_batch", "after_backward"])
 @SOME
-def test_a_skipped_step_leaves_what_was_loaded(precision, event, tmp_path):
+def test_a_skipped_step_leaves_what_was_loaded_before_its_batch(precision, tmp_path):
     one, learn = trained("fp16", tmp_path, seed=2), trained(precision, tmp_path)
     one.save("one")
 
@@ -322,7 +244,7 @@ def test_a_skipped_step_leaves_what_was_loaded(precision, event, tmp_path):
     def stop(learn):
         raise CancelFitException
 
-    load = Do(event, lambda learn: learn.load("one"), at=1)
+    load = Do("before_batch", lambda learn: learn.load("one"), at=1)
     spoil = Do("after_backward", overflow, at=1, order=61)
     learn.fit(1, 0.02, cbs=[load, spoil, Do("after_batch", stop, at=1)])
     assert learn.mp_cb.n_skipped == 1

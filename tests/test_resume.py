@@ -30,7 +30,7 @@ PRECISIONS = {
     "fp32": ("to_fp32", {}),
     FLAT: ("to_fp16", FP16 | dict(flat_master=True)),
     "bf16": ("to_bf16", {}),
-    "remainders": ("to_bf16", dict(flat_master=True, store_param_remainders=True)),
+    "bf16 state": ("to_bf16", dict(flat_master=True, state_dtype={"sqr_avg": torch.bfloat16})),
 }
 
 
