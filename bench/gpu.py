@@ -89,9 +89,7 @@ SMALLEST: dict[str, tuple[Callable, Callable]] = {
 
 FLAT = dict(flat_master=True)
 HALF = FLAT | dict(half_grads=True)
-SMALLEST_MASTERS = HALF | dict(
-    store_param_remainders=True, state_dtype={"exp_avg": B16, "exp_avg_sq": B16}
-)
+SMALLEST_MASTERS = HALF | dict(state_dtype={"exp_avg": B16, "exp_avg_sq": B16})
 WAYS: dict[str, dict] = {
     "float32": {},
     "autocast": dict(autocast=True),

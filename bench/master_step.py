@@ -40,11 +40,7 @@ OURS = {  # name: (settings of the optimizer, settings of with_masters)
     "ours fused": (FUSED, {}),
     "ours flat": ({}, dict(flat_master=True)),
     "ours flat fused": (FUSED, dict(flat_master=True)),
-    "ours remainders": ({}, dict(flat_master=True, store_param_remainders=True)),
-    "ours remainders, half gradients": (
-        {},
-        dict(flat_master=True, store_param_remainders=True, half_grads=True),
-    ),
+    "ours flat, half gradients": ({}, dict(flat_master=True, half_grads=True)),
 }
 
 

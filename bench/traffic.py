@@ -36,15 +36,14 @@ from mixedfp.optimizer import with_masters  # noqa: E402
 
 B16 = torch.bfloat16
 FLAT = dict(flat_master=True)
-SMALL = FLAT | dict(half_grads=True, store_param_remainders=True)
+SMALL = FLAT | dict(half_grads=True)
 STATES = dict(state_dtype={"exp_avg": B16, "exp_avg_sq": B16})
 MODES: dict[str, dict | None] = {  # settings of the masters; None: no masters
     "autocast": None,
     "a master each": {},
     "flat": FLAT,
-    "flat, half gradients": FLAT | dict(half_grads=True),
-    "flat, remainders, half gradients": SMALL,
-    "flat, remainders, half gradients, 16-bit states": SMALL | STATES,
+    "flat, half gradients": SMALL,
+    "flat, half gradients, 16-bit states": SMALL | STATES,
 }
 
 

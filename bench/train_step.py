@@ -317,7 +317,6 @@ BEST = {  # the switches available to users; the best for each model is compared
     "compiled-cl": (compiled, True),
 }
 flat = {"flat_master": True}
-cut = {"store_param_remainders": True}
 half = {"half_grads": True}
 halves = {"state_dtype": {"grad_avg": b16}}  # fastai's name for the momentum
 WAYS = {
@@ -335,16 +334,14 @@ WAYS = {
     "bf16-cl": Way(partial(ours, b16, {}), True),
     "bf16-flat": Way(partial(ours, b16, flat)),
     "bf16-flat-cl": Way(partial(ours, b16, flat), True),
-    "bf16-remainders": Way(partial(ours, b16, flat | cut)),
-    "bf16-remainders-half": Way(partial(ours, b16, flat | cut | half)),
+    "bf16-flat-half": Way(partial(ours, b16, flat | half)),
     "learn-fp32": Way(plain_fastai),
     "learn-autocast-bf16": Way(autocast_in_fastai),
     "learn-bf16": Way(partial(ours_in_fastai, "to_bf16", {})),
     "learn-bf16-flat": Way(partial(ours_in_fastai, "to_bf16", flat)),
-    "learn-bf16-remainders": Way(partial(ours_in_fastai, "to_bf16", flat | cut)),
-    "learn-bf16-states": Way(partial(ours_in_fastai, "to_bf16", flat | cut | halves)),
+    "learn-bf16-states": Way(partial(ours_in_fastai, "to_bf16", flat | halves)),
     "learn-bf16-flat-cl": Way(partial(ours_in_fastai, "to_bf16", flat), True),
-    "learn-bf16-remainders-half": Way(partial(ours_in_fastai, "to_bf16", flat | cut | half)),
+    "learn-bf16-half": Way(partial(ours_in_fastai, "to_bf16", flat | half)),
     **{f"autocast-bf16-{k}": Way(partial(autocast, b16, **on), cl) for k, (on, cl) in BEST.items()},
     **{f"bf16-flat-{k}": Way(partial(ours, b16, flat, **on), cl) for k, (on, cl) in BEST.items()},
     "fp16": Way(partial(ours, f16, {})),
@@ -352,9 +349,9 @@ WAYS = {
     "learn-fp16-flat": Way(partial(ours_in_fastai, "to_fp16", flat)),
 }
 MEANINGS = """-cl: channels_last; -fused: PyTorch's fused optimizer; -compiled: and torch.compile.
-bf16, fp16: ours, a 16-bit model with float32 masters; -flat: in one vector. learn-*: the same with
-learn.to_bf16() and learn.to_fp16(), and fastai's optimizer; -remainders:
-store_param_remainders=True, -half: also half_grads=True, -states: also the momentum in bfloat16;
+bf16, fp16: mixedfp, float32 parameters with 16-bit copies; -flat: in one vector. learn-*: the same
+with learn.to_bf16() and learn.to_fp16(), and fastai's optimizer; -half: flat, half_grads=True,
+-states: flat, the momentum in bfloat16;
 learn-fp32 is a Learner in float32, learn-autocast-bf16 a Learner under autocast.
 fabric-bf16-true has no masters: this table does not show the small updates it loses."""
 

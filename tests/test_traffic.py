@@ -20,7 +20,7 @@ from mixedfp.optimizer import with_masters  # noqa: E402
 from mixedfp.scaler import any_nonfinite  # noqa: E402
 
 allocated = traffic.device.allocated
-EACH, FLAT, HALF, CUT, SMALLEST = list(traffic.MODES)[1:]
+EACH, FLAT, HALF, SMALLEST = list(traffic.MODES)[1:]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,6 @@ LIMITS = {
         EACH: (0.56, 0.96, 1.01),
         FLAT: (0.56, 0.97, 1.01),
         HALF: (0.54, 0.94, 1.01),
-        CUT: (0.55, 1.04, 0.97),
         SMALLEST: (0.59, 1.21, 0.89),
     },
     "vit": {FLAT: (0.56, 0.85, 0.92), SMALLEST: (0.58, 0.98, 0.84)},
@@ -83,7 +82,6 @@ def test_the_check_takes_at_most_four_launches_and_one_read():
 
 SETTINGS = {
     "masters": {},
-    "remainders": traffic.FLAT | dict(store_param_remainders=True),
     "and 16-bit gradients": traffic.SMALL,
     "and 16-bit states": traffic.SMALL | traffic.STATES,
 }

@@ -77,12 +77,10 @@ class Vector:
         "Return whether all parameters are still here: none was moved, cast or set."
         return list(map(Tensor.data_ptr, self.params)) == self.addresses
 
-    def rounded(self, dtype: torch.dtype) -> dict[Parameter, Tensor]:
-        "Return the parameters rounded to `dtype` by one kernel; none if one of them has left."
-        if not self.is_current():
-            return {}
+    def rounded(self, dtype: torch.dtype) -> list[Tensor]:  # as `params`
+        "Return the parameters rounded to `dtype` by one kernel."
         half = self.full.to(dtype)
-        return {p: self.view(half, p) for p in self.params}
+        return [half.as_strided(*self.like[p], self.offsets[p]) for p in self.params]
 
 # %% ../../nbs/engine/08_flat.ipynb #c8fba2ee
 @torch.no_grad()
@@ -106,7 +104,7 @@ def lay_out(
             masters.vectors = [*masters.vectors, *map(Vector, kinds.values())]
         placed.update(new)
     if masters.copies is not None:
-        masters.copies.vectors = [v for v in masters.vectors if v.params[0] in copied]
+        masters.copies.use(masters.vectors)
 
 
 def is_vectorizable(p: Parameter) -> bool:

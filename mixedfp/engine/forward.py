@@ -175,19 +175,18 @@ class NormForward(PartForward):
     def compute(self, input: Tensor) -> Tensor:  # dtype and shape of `input`
         """Compute the norm."""
         m: Any = self.module
-        x = input
-        w, b = m.weight, getattr(m, "bias", None)
-        wide = x.dtype if w is None else torch.promote_types(x.dtype, w.dtype)
-        y = x.to(wide)
-        w, b = (None if t is None else t.to(wide) for t in (w, b))
+        x, w, b = input, m.weight, None if isinstance(m, nn.RMSNorm) else m.bias
+        if w is not None and w.dtype != x.dtype:
+            wide = torch.promote_types(x.dtype, w.dtype)
+            x, w, b = (None if t is None else t.to(wide) for t in (x, w, b))
         with without_autocast(x.device.type):
-            if isinstance(m, nn.GroupNorm):
-                y = group_norm(y, m.num_groups, w, b, m.eps)
-            elif isinstance(m, nn.LayerNorm):
-                y = layer_norm(y, m.normalized_shape, w, b, m.eps)
+            if isinstance(m, nn.LayerNorm):
+                y = layer_norm(x, m.normalized_shape, w, b, m.eps)
+            elif isinstance(m, nn.GroupNorm):
+                y = group_norm(x, m.num_groups, w, b, m.eps)
             else:
-                y = rms_norm(y, m.normalized_shape, w, m.eps)
-        return y.to(x.dtype)
+                y = rms_norm(x, m.normalized_shape, w, m.eps)
+        return y.to(input.dtype)
 
 
 class EmbeddingForward(PassForward):
@@ -272,6 +271,8 @@ def remove_forward(
     "Restore the forward passes of the model and its modules."
     for m in model.modules():
         PassForward.remove(m)
+        if vars(m).get("forward") == MethodType(type(m).forward, m):  # of a copy
+            del m.forward
 
 
 def forward_of(

@@ -6,10 +6,13 @@
 __all__ = ['GROUP', 'Round', 'may_write', 'may_write_below', 'Copies']
 
 # %% ../../nbs/engine/02_rounded.ipynb #r0d00001
+import dis
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Collection
+from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -30,10 +33,10 @@ class Round(torch.autograd.Function):
     def forward(ctx, copies, keeps_grads, *params):
         """Return `copies`, which were rounded from `params`."""
         ctx.set_materialize_grads(False)
-        ctx.keeps_grads, out = keeps_grads, [c.detach() for c in copies]
-        frozen = [c for c, p in zip(out, params, strict=True) if not p.requires_grad]
+        ctx.keeps_grads = keeps_grads
+        frozen = [c for c, p in zip(copies, params, strict=True) if not p.requires_grad]
         ctx.mark_non_differentiable(*frozen)
-        return tuple(out)
+        return tuple(copies)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -48,10 +51,11 @@ class Round(torch.autograd.Function):
         return None, None, *(None if g is None else next(each) for g in grads)
 
 # %% ../../nbs/engine/02_rounded.ipynb #r0d00005
-# names of operations without a 16-bit kernel, which autocast would not cast either, and lookups
+# names of operations that autocast leaves in the dtype of the weight, where 16 bits would fail
 _WIDE = frozenset(
     """linalg fft slogdet logdet det inverse pinverse qr svd cholesky matrix_exp solve eigh
-    multinomial cdist embedding embedding_bag""".split()
+    multinomial cdist embedding embedding_bag complex view_as_complex polar lerp layer_norm
+    group_norm batch_norm instance_norm rms_norm bilinear""".split()
 )
 _PARTS = frozenset("parameters named_parameters modules named_modules children apply".split())
 
@@ -60,20 +64,33 @@ def _writes(names):
     return "data" in names or any(k.endswith("_") and not k.startswith("_") for k in names)
 
 
+def _is_near(f: Any, here: str) -> bool:
+    "Return whether `f` is a function of the user's, or of the package of the module `here`."
+    there = getattr(f, "__module__", None) or ""
+    file = getattr(sys.modules.get(there), "__file__", None) or "site-packages"
+    is_same = there.partition(".")[0] == here.partition(".")[0]
+    return inspect.isfunction(f) and (is_same or "site-packages" not in file)
+
+
 @functools.cache
 def _names_in(function: Any) -> frozenset[str]:
-    "Return the names that a function uses, together with functions of its file that it calls."
+    "Return the names that a function uses, together with the functions near it that it calls."
     found, todo, seen = set(), [inspect.unwrap(function)], set()
     while todo:
         f = todo.pop()
-        code = f if isinstance(f, CodeType) else getattr(f, "__code__", None)
-        if code is not None and code not in seen:
-            seen.add(code)
-            found.update(code.co_names)
-            todo += [c for c in code.co_consts if isinstance(c, CodeType)]
-            around, here = getattr(f, "__globals__", {}), getattr(f, "__module__", None)
-            others = [around.get(name) for name in code.co_names]
-            todo += [o for o in others if getattr(o, "__module__", 0) == here]
+        code = f if isinstance(f, CodeType) else f.__code__
+        if code in seen:
+            continue
+        seen.add(code)
+        found.update(code.co_names)
+        stored = [i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"]
+        found.update(f"{name} =" for name in stored)
+        todo += [c for c in code.co_consts if isinstance(c, CodeType)]
+        around = getattr(f, "__globals__", {})
+        others = [around.get(name) for name in code.co_names]
+        modules = [o for o in others if inspect.ismodule(o) and o.__name__ != "torch"]
+        others += [vars(m).get(name) for m in modules for name in code.co_names]
+        todo += [o for o in others if _is_near(o, around.get("__name__", ""))]
     return frozenset(found)
 
 
@@ -98,26 +115,34 @@ def _names_of(cls: type, is_forward: bool) -> frozenset[str]:
     return frozenset(found)
 
 
+def _names_of_hooks(module):
+    hooks = [getattr(h, "func", h) for h in module._forward_pre_hooks.values()]
+    hooks = [getattr(h, "__func__", h if inspect.isfunction(h) else type(h).__call__) for h in hooks]
+    return frozenset().union(*(_names_in(h) for h in hooks if inspect.isfunction(h)))
+
+
 def may_write(module: nn.Module) -> bool:
     """Return whether the forward pass of `module` may write its weights, or needs them in float32.
 
     What is written into a copy through `.data` would be lost, and no version would show it.
     """
-    hooks = list(module._forward_pre_hooks.values())
+    hooks = module._forward_pre_hooks.values()
     if isinstance(module, ParametrizationList) or any(
         type(h).__module__.startswith("torch.nn.utils") for h in hooks
     ):  # these compute a weight from float32 originals
         return True
-    of_hooks = [h if inspect.isroutine(h) else type(h).__call__ for h in hooks]
-    names = [_names_of(type(module), False), *map(_names_in, of_hooks)]
-    return any(_writes(used) or not used.isdisjoint(_WIDE) for used in names)
+    used = _names_of(type(module), False) | _names_of_hooks(module)
+    is_set = any(f"{name} =" in used for name in module._parameters)
+    return is_set or _writes(used) or not used.isdisjoint(_WIDE)
 
 
 def may_write_below(module: nn.Module) -> bool:
     "Return whether the forward pass of `module` may write the weights of its parts."
-    used = _names_of(type(module), True)
+    used = _names_of(type(module), True) | _names_of_hooks(module)
+    if not _writes(used):
+        return False
     own = {k for m in module.children() for part in m.modules() for k in part._parameters}
-    return _writes(used) and not used.isdisjoint(own | _PARTS)
+    return not used.isdisjoint(own | _PARTS)
 
 # %% ../../nbs/engine/02_rounded.ipynb #r0d00007
 GROUP = 2**21  # numbers: DDP can send the gradients of a group while the backward pass goes on
@@ -126,9 +151,9 @@ GROUP = 2**21  # numbers: DDP can send the gradients of a group while the backwa
 class _Pass(NamedTuple):
     "A forward pass that is running."
 
-    rounded: list[Tensor]  # in the order of `Copies.params`
-    before: list[Any]  # what each place held
-    version: int  # the sum of the versions of `rounded`; a write changes it
+    copies: list[Tensor]  # in the order of `Copies.params`; empty where autocast casts
+    before: list[Any]  # what each place held, in a pass inside another
+    version: int  # the sum of the versions of `copies`; a write changes it
     is_eager: bool  # else Dynamo compiles it: no lock, no versions
 
 
@@ -143,20 +168,20 @@ class Copies:
         keeps_grads: bool = False,  # whether gradients stay in 16 bits
     ):
         self.model, self.dtype, self.keeps_grads = model, dtype, keeps_grads
-        self.without = set(without)
-        self.vectors: list[Any] = []  # flat: see `engine.flat`
+        self.kept = set(without)
+        self.vectors: list[Any] = []  # flat: see `engine.flat`; and the indices of its parameters
         self.running: list[_Pass] = []  # the innermost last
         self.lock = threading.RLock()  # a second thread waits for the end of the pass
-        for m in model.modules():
-            if may_write_below(m):
-                self.without.update(m.modules())
         self.find()
 
     def find(self) -> None:
         "Find the parameters to copy, and the places of the copies."
         self.params: list[Parameter] = []
         self.places: list[tuple[nn.Module, dict, dict, str, int]] = []  # of copies of `params[i]`
-        index: dict[Any, int] = {}
+        self.without, index = set(self.kept), {}  # modules and parameters that are read in float32
+        for m in self.model.modules():
+            if may_write_below(m):
+                self.without.update(m.modules())
         for m in self.model.modules():
             if m in self.without or isinstance(m, _READ_IN_FLOAT) or may_write(m):
                 self.without.add(m)
@@ -166,77 +191,97 @@ class Copies:
                     i = index.setdefault(p, len(index))
                     self.params += [p] * (i == len(self.params))
                     self.places.append((m, vars(m), m._parameters, name, i))
+        self.hooks = [m._forward_pre_hooks for m in self.model.modules()]
+        self.n_hooks = sum(map(len, self.hooks))
+        self.use([v for v, _ in self.vectors])
 
+    def use(self, vectors: list[Any]) -> None:  # of `engine.flat`
+        "Round these vectors as a whole."
+        index = {p: i for i, p in enumerate(self.params)}
+        self.vectors = [(v, [index[p] for p in v.params]) for v in vectors if index.keys() >= {*v.params}]
+
+    @torch.no_grad()
     def round(self) -> list[Tensor]:
         "Return the parameters rounded: a kernel for each vector, a grouped copy for the others."
-        found: dict[Parameter, Tensor] = {}
-        for v in self.vectors:
-            found |= v.rounded(self.dtype)
-        rest = [p for p in self.params if p not in found]
+        new: list[Any] = [None] * len(self.params)
+        for v, at in self.vectors:
+            if not is_compiling() and v.is_current():
+                for i, c in zip(at, v.rounded(self.dtype), strict=True):
+                    new[i] = c
+        rest = [p for p, c in zip(self.params, new, strict=True) if c is None]
+        copies = [torch.empty_like(p, dtype=self.dtype) for p in rest]
         if rest:
-            new = [torch.empty_like(p, dtype=self.dtype, requires_grad=False) for p in rest]
-            with torch.no_grad():
-                torch._foreach_copy_(new, rest)
-            found |= zip(rest, new, strict=True)
-        return [found[p] for p in self.params]
+            torch._foreach_copy_(copies, rest)
+        if len(rest) == len(new):
+            return copies
+        each = iter(copies)
+        return [next(each) if c is None else c for c in new]
 
-    def _tied(self, rounded):
-        "Return `rounded` with a gradient that leads to the parameters, a node for each group."
+    def _tied(self, copies):
+        "Lead the gradients of `copies` to the parameters, through a node for each group."
         if not torch.is_grad_enabled():
-            return rounded
+            return copies
         out, lo, n = [], 0, 0
         for hi, p in enumerate(self.params, 1):
             n += p.numel()
             if n >= GROUP or hi == len(self.params):
-                out += Round.apply(rounded[lo:hi], self.keeps_grads, *self.params[lo:hi])
+                out += Round.apply(copies[lo:hi], self.keeps_grads, *self.params[lo:hi])
                 lo, n = hi, 0
         return out
 
     def __enter__(self) -> None:
-        """Give each module its copies; a pass inside another shares its memory."""
+        """Give each module its copies; a pass inside another shares their memory."""
         if is_eager := not is_compiling():
             self.lock.acquire()
         try:
-            # `vmap` cannot pass through a node of ours; under it autocast casts
-            rounded, is_off = [], inside_functorch() or torch.jit.is_tracing()
-            if self.params and not is_off:
-                rounded = self.running[-1].rounded if self.running else self.round()
-            copies = self._tied(rounded) if rounded else []
+            if is_eager and not self.running and sum(map(len, self.hooks)) != self.n_hooks:
+                self.find()  # a new hook may write weights
+            copies, before = [], []
+            # `vmap` cannot pass through a node of ours; there autocast casts
+            if self.params and not inside_functorch() and not torch.jit.is_tracing():
+                outer = self.running[-1].copies if self.running else ()
+                copies = self._tied([c.detach() for c in outer] or self.round())
+            if self.running:
+                before = [own.get(name) for _, own, _, name, _ in self.places]
+            self.running.append(_Pass(copies, before, _versions(copies), is_eager))
         except BaseException:
             if is_eager:
                 self.lock.release()
             raise
-        before = [own.get(name) for _, own, _, name, _ in self.places]
-        self.running.append(_Pass(rounded, before, _versions(rounded), is_eager))
-        for _, own, params, name, i in self.places if copies else ():
-            if params.get(name) is self.params[i]:
-                own[name] = copies[i]
+        if copies:
+            params = self.params
+            for _, own, now, name, i in self.places:
+                if now.get(name) is params[i]:
+                    own[name] = copies[i]
 
     def __exit__(self, *_: Any) -> None:
         """Remove the copies, or put back those of the pass around this one."""
         done = self.running.pop()
-        for (_, own, _, name, _), was in zip(self.places, done.before, strict=True):
+        for _, own, _, name, _ in self.places:
             own.pop(name, None)
+        for (_, own, _, name, _), was in zip(self.places, done.before, strict=False):
             if was is not None:
                 own[name] = was
         if done.is_eager:
-            self.lock.release()
-            if not self.running and _versions(done.rounded) != done.version:
-                self._take_writes(done.rounded)
+            try:
+                if not self.running and _versions(done.copies) != done.version:
+                    self._take_writes(done.copies)
+            finally:
+                self.lock.release()
 
     @torch.no_grad()
-    def _take_writes(self, rounded):
+    def _take_writes(self, copies):
         "Write what a module has written into its copy to the parameter, and give it no more copies."
-        for i, (p, c) in enumerate(zip(self.params, rounded, strict=True)):
+        for i, (p, c) in enumerate(zip(self.params, copies, strict=True)):
             is_same = p.to(c.dtype) == c
             if not is_same.all():
                 p.copy_(torch.where(is_same, p, c.to(p.dtype)))
-                self.without.update(place[0] for place in self.places if place[4] == i)
-                self.places = [place for place in self.places if place[0] not in self.without]
+                self.kept.update(place[0] for place in self.places if place[4] == i)
                 warn_once(
                     f"a parameter of shape {tuple(p.shape)} was written in the forward pass: the "
                     "new values are kept, and from now on its module reads it in float32"
                 )
+        self.find()
 
     def refresh(self) -> None:
         "After a step inside `computing`: round the parameters again."
@@ -245,11 +290,15 @@ class Copies:
             self.__enter__()
 
 
+_version = attrgetter("_version")
+
+
 def _versions(tensors):
     if is_compiling() or not tensors or tensors[0].is_inference():
         return 0
-    return sum(t._version for t in tensors)
+    return sum(map(_version, tensors))
 
 
 # these read float32: running statistics; an RNN's weights are one block; embeddings sum gradients
-_READ_IN_FLOAT = (*NORMS, nn.RNNBase, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)
+_READ_IN_FLOAT = (*NORMS, nn.RNNBase, nn.Embedding, nn.EmbeddingBag, nn.Bilinear,
+                  torch.jit.ScriptModule)  # fmt: skip
