@@ -219,7 +219,7 @@ def wrapped_modules(
 ) -> list[tuple[nn.Module, type[PassForward]]]:  # with the wrapper of each
     "Return the per-sample norms and the embeddings that use PyTorch's own forward pass."
     own = {kind.forward: wrapper for kind, wrapper in _WRAPPERS.items()}
-    found = [(m, own.get(type(m).forward)) for m in model.modules()]
+    found = [(m, own.get(getattr(type(m), "forward", None))) for m in model.modules()]
     return [(m, wrapper) for m, wrapper in found if wrapper is not None]
 
 # %% ../../nbs/engine/03_forward.ipynb #8255f3fa
@@ -241,7 +241,7 @@ def install_forward(
         scaled = [] if layers is None else layers.modules
         copies = Copies(model, policy.dtype, {*kept, *scaled}, policy.half_grads)
         names = defaultdict(list)
-        for m, _, _, name, _ in copies.places:
+        for m, name, _ in copies.places:
             names[m].append(name)
         wrappers = dict(wrapped_modules(model))
         for m in model.modules():
@@ -271,7 +271,8 @@ def remove_forward(
     "Restore the forward passes of the model and its modules."
     for m in model.modules():
         PassForward.remove(m)
-        if vars(m).get("forward") == MethodType(type(m).forward, m):  # of a copy
+        own = vars(m).get("forward")
+        if getattr(own, "__func__", 0) is getattr(type(m), "forward", None):  # of a copy
             del m.forward
 
 
