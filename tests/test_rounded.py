@@ -1,0 +1,779 @@
+"""Passes over 16-bit copies: modules that nest, fail, write, look up, are copied or exported.
+
+Oracles: the same model in float32, the same pass without the tool, and sums that are exact.
+"""
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, jacrev, vmap
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from mixedfp.engine.forward import computing
+from mixedfp.engine.rounded import Copies
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.optimizer import with_masters
+from mixedfp.testing import assert_same
+
+FULL, BF16 = torch.float32, torch.bfloat16
+flats = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+both = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
+
+
+def mixed(model, dtype="bf16", lr=0.1, **settings):
+    return with_masters(model, torch.optim.SGD(model.parameters(), lr), dtype=dtype, **settings)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+
+
+def pair(make, *args, **settings):
+    """Return a float32 model, the same in mixed precision, and its optimizer."""
+    torch.manual_seed(0)
+    model = make(*args)
+    return copy.deepcopy(model), *mixed(model, **settings)
+
+
+def grads(model):
+    return [p.grad for p in model.parameters()]
+
+
+def is_clean(model):
+    parts = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
+    return all(t.dtype == FULL for t in parts) and not torch.is_autocast_enabled("cpu")
+
+
+def assert_close(a, b, tol=0.03):
+    torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+def assert_trains_alike(full, half, x=X):
+    """The outputs and gradients of `half` are those of `full`, up to rounding."""
+    a, b = full(x), half(x)
+    assert b.dtype == FULL
+    assert_close(a, b)
+    a.square().mean().backward(), b.square().mean().backward()
+    for p, q in zip(full.parameters(), half.parameters(), strict=True):
+        assert p.grad is not None and q.grad.dtype == FULL
+        assert_close(p.grad, q.grad)
+    assert is_clean(half)
+
+
+@pytest.fixture
+def n_rounded(monkeypatch):
+    """The number of times that copies are made."""
+    calls, own = [], Copies.round
+    monkeypatch.setattr(Copies, "round", lambda self: calls.append(1) or own(self))
+    return lambda: len(calls)
+
+
+# Passes
+
+
+class Nested(nn.Module):
+    def __init__(self, with_grad):
+        super().__init__()
+        self.linear, self.with_grad = nn.Linear(4, 4), with_grad
+
+    def forward(self, x, depth=1):
+        y = self.linear(x)
+        if depth:
+            with torch.set_grad_enabled(self.with_grad):
+                y = y + self(y, depth - 1)
+        return y + self.linear(y)
+
+
+@flats
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_a_model_called_inside_its_own_pass_shares_the_copies(with_grad, flat, n_rounded):
+    full, half, _ = pair(Nested, with_grad, flat_master=flat)
+    assert_trains_alike(full, half)
+    assert n_rounded() == 1
+
+
+@flats
+@both
+def test_several_passes_before_a_backward_pass_add_up(dtype, flat):
+    half, opt = mixed(net(), dtype, flat_master=flat)
+    half(X).sum().backward(), half(-X).square().sum().backward()
+    want = [g.clone() for g in grads(half)]
+    opt.zero_grad()
+    a = half(X).sum()
+    with torch.no_grad():
+        half(X + 1)
+    with torch.inference_mode():
+        half(X + 2)
+    (a + half(-X).square().sum()).backward()
+    assert_same(grads(half), want)
+
+
+class Fails(nn.Module):
+    def __init__(self, error, in_backward=False):
+        super().__init__()
+        self.linear, self.error, self.in_backward = nn.Linear(4, 4), error, in_backward
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.error is not None and not self.in_backward:
+            raise self.error
+        if self.error is not None:
+            y.register_hook(self._fail)
+        return y
+
+    def _fail(self, _):
+        raise self.error
+
+
+def in_a_thread(f):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(f()), daemon=True)
+    thread.start()
+    thread.join(30)
+    return found
+
+
+@flats
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
+def test_an_exception_leaves_nothing(error, in_backward, flat):
+    half, _ = mixed(Fails(error("stop"), in_backward), flat_master=flat)
+    with pytest.raises(error, match="stop"):
+        half(X).sum().backward()
+    assert is_clean(half)
+    half.error = None
+    assert_same(in_a_thread(lambda: half(X).detach()), [half(X).detach()])
+
+
+def test_an_out_of_memory_error_while_rounding_leaves_nothing(monkeypatch):
+    half, _ = mixed(net())
+    want = half(X).detach()
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            raise torch.OutOfMemoryError("full")
+
+        patch.setattr(torch, "_foreach_copy_", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            half(X)
+        assert is_clean(half)
+    loss = half(X).sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+    assert is_clean(half)
+    assert_same(in_a_thread(lambda: half(X).detach()), [want])
+
+
+@flats
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_threads_may_call_one_model(with_grad, flat):
+    half, _ = mixed(net(), flat_master=flat)
+    want, found = [half(X + i).detach() for i in range(20)], {}
+
+    def call(i):
+        with torch.set_grad_enabled(with_grad):
+            found[i] = half(X + i)
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(20)]
+    [t.start() for t in threads], [t.join(30) for t in threads]
+    assert_same([found[i].detach() for i in range(20)], want)
+    assert found[0].requires_grad == with_grad and is_clean(half)
+
+
+def test_several_models_in_one_pass():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.others = [inner]  # not a part
+
+        def forward(self, x):
+            return self.linear(self.others[0](x))
+
+    inner, inner_opt = mixed(net())
+    plain = copy.deepcopy(inner)
+    full, half, _ = pair(Outer)
+    full.others = [plain]
+    assert_trains_alike(full, half)
+    assert all(q.grad is not None for q in inner.parameters()) and is_clean(inner)
+
+
+# Modules that write their weights in a pass: bounds of .125, which 16 bits hold
+
+
+def limit_(w):
+    with torch.no_grad():
+        w.clamp_(-0.125, 0.125)
+
+
+def limit_data(w, bound=0.125):
+    w.data.clamp_(-bound, bound)
+
+
+def limit_own(module, _, bound=0.125):
+    limit_data(module.weight, bound)
+
+
+def limit_child(module, _, bound=0.125):
+    module.linear.weight.data.clamp_(-bound, bound)
+
+
+elsewhere = types.ModuleType("elsewhere")
+exec("def limit(w):\n    w.data.clamp_(-0.125, 0.125)", vars(elsewhere))
+
+
+class Hooked(nn.Linear):
+    def __init__(self, *hooks):
+        super().__init__(4, 4)
+        [self.register_forward_pre_hook(hook) for hook in hooks]
+
+
+class Parent(nn.Module):
+    def __init__(self, *hooks):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        [self.register_forward_pre_hook(hook) for hook in hooks]
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+OWN = """
+with torch.no_grad(): self.weight.clamp_(-0.125, 0.125)
+with torch.no_grad(): self.weight.copy_(self.weight.clamp(-0.125, 0.125))
+with torch.no_grad(): self.weight[self.weight > 0.125] = 0.125
+with torch.no_grad(): self.weight *= 0.5
+with torch.no_grad(): self.weight.mul_(0.5).add_(self.bias)
+with torch.no_grad(): torch.clamp(self.weight, -0.125, 0.125, out=self.weight)
+self.weight.data.clamp_(-0.125, 0.125)
+self.weight.data = self.weight.data.clamp(-0.125, 0.125)
+self.weight.data[0] = 0.125
+self.weight.detach().clamp_(-0.125, 0.125)
+self.weight = nn.Parameter(self.weight.detach().clamp(-0.125, 0.125))
+limit_(self.weight)
+limit_data(self.weight)
+elsewhere.limit(self.weight)
+nn.init.constant_(self.weight, 0.125)
+for p in self.parameters(): p.data.clamp_(-0.125, 0.125)
+for name in ("weight", "bias"): limit_data(getattr(self, name))
+"""
+OF_CHILD = """
+with torch.no_grad(): self.linear.weight.mul_(0.5)
+self.linear.weight.data.clamp_(-0.125, 0.125)
+limit_data(self.linear.weight)
+for m in self.children(): limit_data(m.weight)
+for p in self.parameters(): limit_(p)
+self.apply(lambda m: limit_data(m.weight) if hasattr(m, "weight") else None)
+"""
+
+
+def writing(base, code):
+    """Return a module of a subclass of `base` that runs `code` in a method of its pass."""
+    found = {}
+    exec(f"def write(self):\n    {code}\ndef forward(self, x):\n    self.write()\n"
+         "    return base.forward(self, x)", globals() | {"base": base}, found)  # fmt: skip
+    found["forward"] = types.FunctionType(found["forward"].__code__, {"base": base})
+    found["write"] = types.FunctionType(found["write"].__code__, globals())
+    return type("Writing", (base,), {"__module__": __name__, **found})()
+
+
+def assert_writes_alike(full, half, opt):
+    for _ in range(2):
+        assert_close(full(X), half(X), 0.01)
+        assert_close(list(half.parameters()), list(full.parameters()), 2**-9)
+    assert all(p.dtype == FULL for p in half.parameters())
+    half(X).sum().backward()
+    opt.step()
+    assert all(p.grad is not None for p in half.parameters())
+
+
+@flats
+@pytest.mark.parametrize("code", [*OWN.strip().split("\n"), *OF_CHILD.strip().split("\n")])
+def test_a_module_that_writes_weights_in_its_pass(code, flat):
+    base = Parent if code in OF_CHILD else Hooked
+    full, half, opt = pair(lambda: nn.Sequential(writing(base, code)), lr=0.0, flat_master=flat)
+    assert_writes_alike(full, half, opt)
+
+
+@flats
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("is_partial", [False, True], ids=["function", "partial"])
+@pytest.mark.parametrize("hook", [limit_own, limit_child])
+def test_a_hook_that_writes_weights(hook, is_partial, when, flat):
+    kind, hook = (Hooked if hook is limit_own else Parent), (
+        functools.partial(hook, bound=0.125) if is_partial else hook
+    )
+    now = [hook] if when == "before" else []
+    full, half, opt = pair(lambda: nn.Sequential(kind(*now)), lr=0.0, flat_master=flat)
+    for m in (full, half) if when == "after" else ():
+        m[0].register_forward_pre_hook(hook)
+    assert_writes_alike(full, half, opt)
+
+
+# Functions of weights
+
+
+@flats
+@both
+def test_functional_call_grad_and_vmap(dtype, flat):
+    full, half, _ = pair(net, dtype=dtype, flat_master=flat)
+    params = {k: v.detach() * 2 for k, v in full.named_parameters()}
+    zeros = {k: torch.zeros_like(v) for k, v in params.items()}
+    assert functional_call(half, zeros, (X,)).abs().max() == 0
+    assert_close(functional_call(half, params, (X,)), functional_call(full, params, (X,)))
+    many = {k: torch.stack([v, v * 0.5]) for k, v in params.items()}
+
+    def loss(model, ps, x=X):
+        return functional_call(model, ps, (x,)).square().mean()
+
+    for f in (loss, lambda m, ps: vmap(lambda q: loss(m, q))(many).sum() + loss(m, ps)):
+        a, b = (grad(functools.partial(f, m))(params) for m in (full, half))
+        assert_close(a, b, 0.06)
+    each = vmap(lambda m, x: grad(functools.partial(loss, m))(params, x), in_dims=(None, 0))
+    assert_close(each(full, X), each(half, X), 0.1)  # per-sample gradients
+    assert_close(jacrev(full)(X[0]), jacrev(half)(X[0]))
+    assert is_clean(half)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.body, self.reentrant = nn.Linear(4, 4), net(), reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.reentrant is None:
+            return self.body(x)
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+@flats
+@both
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_give_the_same_gradients(reentrant, dtype, flat):
+    half, opt = mixed(Checkpointed(None), dtype, flat_master=flat)
+    half(X).square().sum().backward()
+    want = [g.clone() for g in grads(half)]
+    half.reentrant = reentrant
+    opt.zero_grad()
+    half(X).square().sum().backward()
+    assert_same(grads(half), want)
+    half.reentrant = None
+    opt.zero_grad()
+    x = X.clone().requires_grad_()
+    checkpoint(half, x, use_reentrant=reentrant).square().sum().backward()
+    assert_same(grads(half), want)
+
+
+class Upper(nn.Module):
+    def forward(self, w):
+        return w.triu()
+
+
+def own(m):
+    parametrize.register_parametrization(m, "weight", Upper())
+
+
+def pruned(m):
+    prune.l1_unstructured(m, "weight", 0.5)
+
+
+ON_WEIGHTS = [own, pruned, weight_norm, spectral_norm, parametrizations.weight_norm]
+ON_WEIGHTS += [parametrizations.spectral_norm, parametrizations.orthogonal]
+
+
+@flats
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("f", ON_WEIGHTS, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_weights_that_are_computed(f, when, flat):
+    full, half = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)) for _ in range(2))
+    f(full[0])
+    if when == "before":
+        f(half[0])
+    mixed(half, lr=0.0, flat_master=flat)
+    if when == "after":
+        f(half[0])
+    half.load_state_dict(full.state_dict())
+    assert_trains_alike(full, half)
+    assert_same(dict(half.state_dict()), dict(full.state_dict()))
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear, nn.LazyBatchNorm1d])
+def test_a_lazy_module_is_refused_with_a_sentence(lazy):
+    model = nn.Sequential(nn.Linear(4, 4), lazy(4) if lazy is nn.LazyLinear else lazy())
+    with pytest.raises(MixedPrecisionError, match="run a batch through the model first"):
+        mixed(model)
+    model(X)
+    assert mixed(model)[0](X).dtype == FULL
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn, self.cell, self.out = kind(4, 4, 2), nn.GRUCell(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.cell(self.rnn(x)[0]))
+
+
+@flats
+@both
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind, dtype, flat):
+    assert_trains_alike(*pair(Recurrent, kind, dtype=dtype, flat_master=flat)[:2])
+
+
+# Tables
+
+
+class Table(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.table, self.read = nn.Parameter(torch.ones(3, 4)), read
+
+    def forward(self, i):
+        return self.read(self.table, i)
+
+
+class Functional(Table):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, i):
+        return F.embedding(i, self.table)
+
+
+class FunctionalBag(Functional):
+    def forward(self, i):
+        return F.embedding_bag(i[None], self.table, mode="sum")
+
+
+class Lookup(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, i):
+        return self.module(i[None] if isinstance(self.module, nn.EmbeddingBag) else i)
+
+
+TABLES = {
+    "indexed": lambda: Table(lambda w, i: w[i]),
+    "F.embedding": lambda: Functional(),
+    "F.embedding_bag": lambda: FunctionalBag(),
+    "index_select": lambda: Table(lambda w, i: w.index_select(0, i)),
+    "one_hot": lambda: Table(lambda w, i: F.one_hot(i, 3).float() @ w),
+    "element-wise": lambda: Table(lambda w, i: w[:2].sum(0) * torch.ones(len(i), 1)),
+    "Embedding": lambda: Lookup(nn.Embedding(3, 4)),
+    "sparse": lambda: Lookup(nn.Embedding(3, 4, sparse=True)),
+    "padding_idx": lambda: Lookup(nn.Embedding(3, 4, padding_idx=2)),
+    "max_norm": lambda: Lookup(nn.Embedding(3, 4, max_norm=0.5)),
+    "scale_grad": lambda: Lookup(nn.Embedding(3, 4, scale_grad_by_freq=True)),
+    "EmbeddingBag": lambda: Lookup(nn.EmbeddingBag(3, 4, mode="sum")),
+    "sparse bag": lambda: Lookup(nn.EmbeddingBag(3, 4, mode="mean", sparse=True)),
+    "bag max_norm": lambda: Lookup(nn.EmbeddingBag(3, 4, max_norm=0.5)),
+}
+
+
+@flats
+@both
+@pytest.mark.parametrize("name", TABLES)
+def test_a_row_that_is_read_a_thousand_times(name, dtype, flat):
+    full, half, opt = pair(TABLES[name], dtype=dtype, lr=2**-10, flat_master=flat)
+    i = torch.tensor([0] * 1001 + [1] * 3)
+    other = torch.optim.SGD(full.parameters(), 2**-10)
+    full(i).sum().backward(), half(i).sum().backward()
+    a, b = grads(full)[0], grads(half)[0]
+    assert a.layout == b.layout and b.dtype == FULL
+    is_exact = "mbedding" in name or isinstance(half, Lookup)  # others round the sum once
+    assert_close(b.to_dense(), a.to_dense(), 1e-6 if is_exact else 2**-8)
+    opt.step(), other.step()
+    assert_close(list(half.parameters()), list(full.parameters()), 4e-3)
+
+
+def test_a_tied_head_and_its_embedding_share_the_parameter():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, i):
+            return self.head(self.table(i))
+
+    full, half, opt = pair(Tied)
+    assert_trains_alike(full, half, torch.tensor([0, 1, 1, 3]))
+    assert len(opt.param_groups[0]["params"]) == 1 and half.head.weight is half.table.weight
+
+
+# Operators for which there are no 16-bit kernels, and float32 tensors inside
+
+OPERATORS = """
+x @ w + torch.slogdet(w)[1]; x @ torch.linalg.inv(w); x @ w * w.det(); x @ torch.linalg.qr(w)[0]
+x @ torch.fft.rfft(w).abs()[:, :3]; x @ torch.complex(w, w).abs(); x @ torch.polar(w, w).real
+x @ torch.view_as_complex(w.view(4, 2, 2)).abs(); x @ torch.matrix_exp(w)
+torch.lerp(x[:4], w, 0.5); torch.zeros(4, 4).index_put((torch.arange(4),), w) + x[:4]
+torch.zeros(4, 4).scatter(0, torch.zeros(4, 4).long(), w) + x[:4]; torch.where(x[:4] > 0, w, x[:4])
+torch.cat([x, w]); F.linear(F.normalize(x), F.normalize(w)); torch.einsum("bi,oi->bo", x, w)
+F.grid_sample(w[None, None], x.tanh().view(1, 8, 4, 2), align_corners=False)
+F.interpolate(w[None, None], (16, 4), mode="bicubic")[0, 0] + x
+torch.baddbmm(torch.ones(1, 4, 4), w[None], w[None]); torch.cdist(x, w); x @ w.sort()[0]
+F.cosine_similarity(x[:4], w); F.scaled_dot_product_attention(x[None], w[None], w[None])
+torch.addmm(x, x, w); torch.addcmul(x[:4], x[:4], w); F.bilinear(x, x, w[None], None)
+F.batch_norm(x, None, None, w[0], w[1], True); F.layer_norm(x, (4,), w[0], w[1]); F.prelu(x, w[0])
+""".replace("\n", ";").split(";")
+
+
+class OnWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) + torch.rand(4, 4) / 8)
+
+
+@pytest.mark.parametrize("code", [code.strip() for code in OPERATORS if code.strip()])
+def test_operators_on_a_weight(code):
+    kind = type("Operator", (OnWeight,), {"__module__": __name__})
+    around = {"torch": torch, "F": F}
+    exec(f"def forward(self, x):\n    w = self.weight\n    return {code}", around)
+    kind.forward = around["forward"]
+    assert_trains_alike(*pair(kind)[:2])
+
+
+class MaskToken(OnWeight):
+    def forward(self, x):
+        x = x.clone()
+        x[3] = self.weight[3]
+        x[torch.arange(16) % 3 == 0] = self.weight[1]
+        return x @ self.weight
+
+
+def test_a_weight_is_put_into_a_float32_tensor():
+    assert_trains_alike(*pair(MaskToken)[:2])
+
+
+# What training code does
+
+
+def penalty(model, x):
+    """Return the gradient penalty of WGAN-GP, and the loss."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    ws = torch.autograd.grad(out.square().mean(), list(model.parameters()), create_graph=True)
+    both = (g.norm(dim=1) - 1).square().mean() + sum(w.square().sum() for w in ws)
+    return both + out.mean() - model(-x).mean()
+
+
+@flats
+@both
+def test_penalties_on_gradients(dtype, flat):
+    full, half, _ = pair(net, dtype=dtype, flat_master=flat)
+    a, b = penalty(full, X), penalty(half, X)
+    a.backward(), b.backward()
+    assert_close(b, a)
+    assert_close(grads(half), grads(full), 0.05)
+
+
+@flats
+def test_hooks_see_16_bit_weights_in_a_pass_and_float32_gradients(flat):
+    half, opt = mixed(net(), flat_master=flat)
+    seen, shapes = [], []
+    half[0].register_forward_pre_hook(lambda m, a: seen.append(m.weight.dtype))
+    half[3].register_forward_hook(lambda m, a, out: seen.extend((m.weight.dtype, out.dtype)))
+    half[1].register_forward_hook(lambda m, a, out: seen.append(m.weight.dtype))
+    half.register_forward_hook(lambda m, a, out: seen.extend((m[0].weight.dtype, out.dtype)))
+    for p in half.parameters():
+        p.register_hook(lambda g: shapes.append(g.dtype))
+        p.register_post_accumulate_grad_hook(lambda p: shapes.append(p.grad.dtype))
+    half(X).sum().backward()
+    assert seen == [BF16, BF16, BF16, BF16, FULL, FULL]
+    assert shapes == [FULL] * 12
+
+
+@both
+def test_an_optimizer_that_steps_in_the_backward_pass(dtype):
+    def train(model, opts):
+        def step(p):
+            opts[p].step()
+            opts[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(5):
+            model(X).square().mean().backward()
+        assert all(p.grad is None for p in model.parameters())
+        return [p.detach() for p in model.parameters()]
+
+    full, half = net(), net()
+    each = [{p: torch.optim.SGD([p], 0.1) for p in m.parameters()} for m in (full, half)]
+    with_masters(half, *each[1].values(), dtype=dtype)
+    assert_close(train(half, each[1]), train(full, each[0]), 0.01)
+    assert all(opt.masters.n_skipped == 0 for opt in each[1].values())
+
+
+def replaced(model, opt):
+    model[0].weight = opt.param_groups[0]["params"][0] = nn.Parameter(torch.full((8, 4), 0.5))
+
+
+def joined(model, opt):
+    torch.manual_seed(2)
+    model.append(nn.Linear(3, 3))
+    opt.add_param_group({"params": list(model[-1].parameters())})
+
+
+def assigned(model, opt):
+    model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True)
+    opt.param_groups[0]["params"] = list(model.parameters())
+
+
+def swapped(model, opt):
+    torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.full((8, 4), 0.5)))
+
+
+def shared(model, opt):
+    model.share_memory()
+
+
+def moved(model, opt):
+    model[0].weight.data = model[0].weight.data.clone() * 2
+
+
+def frozen(model, opt):
+    model[0].weight.requires_grad_(False).mul_(2)
+
+
+@flats
+@both
+@pytest.mark.parametrize("change", [replaced, joined, assigned, swapped, shared, moved, frozen])
+def test_parameters_that_change_in_training(change, dtype, flat):
+    def train(model, opt):
+        for i in range(6):
+            if i == 2:
+                change(model, opt)
+            opt.zero_grad()
+            (model(X).square().mean()).backward()
+            opt.step()
+        return dict(model.state_dict())
+
+    full, half, opt = pair(net, dtype=dtype, flat_master=flat)
+    want = train(full, torch.optim.SGD(full.parameters(), 0.1))
+    assert_close(train(half, opt), want, 0.01)
+    assert half[0].weight.is_shared() == (change is shared)
+
+
+# Copies, files, exports
+
+
+@flats
+def test_copies_and_files_are_of_a_plain_model(flat, tmp_path):
+    half, _ = mixed(net(), flat_master=flat)
+    file = io.BytesIO()
+    torch.save(half, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for twin in (copy.deepcopy(half), pickle.loads(pickle.dumps(half)), loaded):
+        assert_same(dict(twin.state_dict()), dict(half.state_dict()))
+        assert_same(twin(X), net()(X))
+        assert all(p.is_leaf and p.dtype == FULL for p in twin.parameters())
+    part = copy.deepcopy(half[3])
+    assert_same(part(torch.ones(2, 8)), net()[3](torch.ones(2, 8)))
+
+
+def test_the_file_of_a_part_is_small():
+    half, _ = mixed(nn.Sequential(nn.Linear(256, 256), nn.Linear(4, 4)), flat_master=True)
+    for part in (half[1], half[1].state_dict(), half[1].weight):
+        file = io.BytesIO()
+        torch.save(part, file)
+        assert len(file.getvalue()) < 8000
+
+
+@flats
+@both
+def test_a_model_is_freed_with_its_last_reference(dtype, flat):
+    half, opt = mixed(net(), dtype, flat_master=flat)
+    half(X).sum().backward()
+    opt.step()
+    with computing(half):
+        half[0](X)
+    alive = [weakref.ref(half), *(weakref.ref(p) for p in half.parameters())]
+    del half, opt
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_a_scripted_part_and_a_traced_model():
+    full, half = (nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 3)) for _ in "ab")
+    half.load_state_dict(full.state_dict())
+    assert_trains_alike(full, mixed(half)[0])
+    model, opt = mixed(net())
+    traced = torch.jit.trace(model, X)
+    assert_close(traced(X), model(X))
+    with torch.no_grad():
+        model[3].weight.mul_(2), model[3].bias.mul_(2)
+    assert_close(traced(X), model(X))
+    assert is_clean(model)
+
+
+@flats
+@pytest.mark.parametrize("how", ["float_model", "deepcopy"])
+def test_exports(how, flat, tmp_path):
+    half, opt = mixed(net(), flat_master=flat)
+    plain = opt.masters.float_model() if how == "float_model" else copy.deepcopy(half)
+    assert (plain[0].weight is half[0].weight) == (how == "float_model")
+    assert_same(torch.export.export(plain, (X,)).module()(X), net()(X))
+    assert half(X).requires_grad and not torch.equal(half(X), plain(X))
+    torch.onnx.export(plain, (X,), str(tmp_path / "net.onnx"), dynamo=False)
+    assert (tmp_path / "net.onnx").stat().st_size > 0
+
+
+# Methods other than `forward`
+
+
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def decode(self, z):
+        return self.decoder(z)
+
+    def forward(self, x):
+        return self.decode(self.encoder(x))
+
+
+@flats
+@both
+def test_methods_compute_in_16_bits_only_when_asked_to(dtype, flat, n_rounded):
+    full, half, opt = pair(Coder, dtype=dtype, flat_master=flat)
+    assert_same(half.decode(X), full.decode(X))
+    with computing(half):
+        ys = [half.decode(X + i) for i in range(5)]
+        assert ys[0].dtype == half.decoder.weight.dtype and ys[0].dtype.itemsize == 2
+        assert n_rounded() == 1
+        half(X).sum().backward()
+        assert n_rounded() == 1
+        opt.step()
+        assert n_rounded() == 2
+        assert_same(half.decoder.bias.float(), opt.masters.params[3].to(ys[0].dtype).float())
+        assert not torch.equal(half.decode(X), ys[0])
+        [half.decode(X + i) for i in range(5)]
+        assert n_rounded() == 2
+    assert half.decode(X).dtype == half.decoder.weight.dtype == FULL and is_clean(half)
+    with pytest.raises(ValueError), computing(half):
+        raise ValueError
+    assert is_clean(half)
