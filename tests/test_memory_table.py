@@ -12,17 +12,16 @@ from mixedfp.diagnose.memory import MODES, load, main, memory_of, on_meta
 from mixedfp.optimizer import with_masters
 
 STATES = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
-HALF = dict(flat_master=True, store_param_remainders=True, half_grads=True)
+HALF = dict(flat_master=True, half_grads=True)
 SETTINGS = {
-    "masters": {},
-    "remainders": dict(flat_master=True, store_param_remainders=True),
+    "to_bf16": {},
     "and 16-bit gradients": HALF,
     "and 16-bit states": {**HALF, "state_dtype": STATES},
 }
 
 
 class Blocks(nn.Module):
-    """Attention and linear layers: 4 M parameters, of which norms stay in float32."""
+    """Attention and linear layers: 4 M parameters, of which the embedding has no copy."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +61,7 @@ def test_a_step_takes_what_was_worked_out(table, mode, monkeypatch):
         del out, loss
         opt.step()
         gc.collect()
-    roles = "weights", "masters", "gradients", "states", "buffers"
+    roles = "weights", "gradients", "states", "buffers"
     assert peak.now == pytest.approx(sum(row[role] for role in roles), rel=0.03)
     assert active == pytest.approx(row["activations"], rel=0.10)
 
@@ -81,14 +80,14 @@ def test_seventy_billion_parameters_take_no_memory(tmp_path):
     assert found.rows["float32"]["states"] == 8 * found.n
 
 
-def test_a_frozen_part_has_no_masters_gradients_or_states():
+def test_a_frozen_part_has_no_gradients_or_states():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].requires_grad_(False)
     found = memory_of(model, torch.empty(4, 64), "sgd")
     assert found.n == 2 * found.n_trained
-    row = found.rows["masters"]
-    assert row["weights"] == 2 * found.n
-    assert row["masters"] == row["gradients"] == row["states"] == 4 * found.n_trained
+    row = found.rows["to_bf16"]
+    assert row["weights"] == 4 * found.n
+    assert row["gradients"] == row["states"] == 4 * found.n_trained
 
 
 @pytest.mark.parametrize("name", ["resnet18", "test_vit"])
@@ -99,6 +98,13 @@ def test_the_command_knows_the_models_of_torchvision_and_timm(name, capsys, tmp_
     shown = capsys.readouterr().out
     assert "to_bf16(flat_master=True)" in shown and "activations" in shown
     assert (tmp_path / "bars.png").stat().st_size > 10_000
+
+
+def test_a_bar_is_as_long_as_the_peak(table):
+    bars = table.plot().containers
+    unit = 2**20
+    for i, mode in enumerate(MODES):
+        assert sum(b[i].get_width() for b in bars) == pytest.approx(table.peak(mode) / unit)
 
 
 def test_the_command_takes_a_function(capsys, tmp_path):
@@ -115,7 +121,8 @@ def test_the_command_takes_a_function(capsys, tmp_path):
     ("arguments", "message"),
     [
         (["no_such_model"], "'no_such_model' is no model of torchvision or timm"),
-        (["no_module:make"], "No module named 'no_module'"),
+        (["no_file.py:make"], "No such file or directory"),
+        ([f"{__file__}:make"], "'make'"),
         (["resnet18", "--optimizer", "magic"], "invalid choice: 'magic'"),
     ],
 )

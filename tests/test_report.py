@@ -354,7 +354,7 @@ def test_models_that_hang_tensors_on_modules_and_on_tensors():
 def test_the_scale_of_a_layer_moves_its_window():
     model, batch = make("conv"), batch_of("conv")
     plain = precision_report(model, [batch], loss_func)
-    name = next(m.name for m in plain.modules if m.params)
+    name = next(m.name for m in plain.modules if m.n_params)
     scaled = precision_report(model, [batch], loss_func, layer_scales={name: 16.0})
     before, after = (next(m for m in r.modules if m.name == name) for r in (plain, scaled))
     assert after.window == (before.window[0] - 4, before.window[1] - 4)

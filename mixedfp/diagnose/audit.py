@@ -131,16 +131,15 @@ def _core(opt):
     return core
 
 
-def _count(holding, p, masters, cores):
-    "Add a parameter of the model with its master, gradient and optimizer states."
+def _count(holding, p, policy, cores):
+    "Add a parameter of the model with its gradient and optimizer states."
     local = _local(p.detach())
     holding.n += local.numel()
     holding.n_trained += local.numel() * p.requires_grad
     holding.add("weights", local)
     if p.requires_grad:
-        is_half = p in masters and masters[p].policy.half_grads and p.grad_dtype is None
-        dtype = masters[p].policy.dtype if is_half else p.dtype
-        dtype = dtype if p.grad is None else p.grad.dtype
+        is_half = policy is not None and policy.half_grads and p.grad_dtype is None
+        dtype = p.grad.dtype if p.grad is not None else policy.dtype if is_half else p.dtype
         holding.add("gradients", torch.empty(0, dtype=dtype), n=local.numel())
     _count_states(holding, p, cores)
 
@@ -150,27 +149,17 @@ def _count_states(holding, p, cores):
         for k, v in (core.state.get(p) or {}).items():
             if isinstance(v, Tensor) and v.dim() > 0:
                 holding.add("states", _local(v), f"{k} ")
-
-
-def _masters(model):
-    "Return the owner of the master of each parameter that has one."
-    owners = [masters_of(m) for m in model.modules()]
-    return {p: owner for owner in owners if owner is not None for p in owner.params}
-
 # %% ../../nbs/diagnose/03_audit.ipynb #b12817e8
 _COMPENSATES = "kahan_comp", "shift", "bf16_stochastic_round"  # optimi, pytorch-optimizer, torchao
 
 
-def _judge_weights(audit, holdings, names, core, masters):
+def _judge_weights(audit, holdings, names, core):
     "Count the lost updates if `core` steps 16-bit weights; else add a fact about what it steps."
     kind = type(core).__name__
     numbered = [(group, p) for group, ps in enumerate(param_lists(core)) for p in ps]
-    bare = [(g, p) for g, p in numbered if _local(p).itemsize == 2 and p not in masters]
-    bare = [(g, p) for g, p in bare if p.requires_grad]
+    bare = [(g, p) for g, p in numbered if p.requires_grad and _local(p).itemsize == 2]
     if not bare:
-        ours = any(p in masters for _, p in numbered)
-        is_own = any(p in names for _, p in numbered)
-        what = "masters" if ours else "weights" if is_own else "copies"
+        what = "weights" if any(p in names for _, p in numbered) else "copies"
         audit.facts.append(f"{kind} steps float32 {what}: no update is lost")
         return
     if any(vars(core).get(k) or k in core.state.get(bare[0][1], ()) for k in _COMPENSATES):
@@ -264,45 +253,47 @@ def _judge_buffers(audit, model):
         audit.add(
             f"`{k}` is in {_name(buffers[k].dtype)}: positions multiplied by rounded "
             "frequencies are wrong by full rotations in long texts",
-            "load the model in float32, and cast it with mixedfp.cast.model2half, which keeps them",
+            "load the model in float32, and train it with to_bf16() or with_masters: neither casts "
+            "buffers",
         )
 
 # %% ../../nbs/diagnose/03_audit.ipynb #05a9290b
 def precision_audit(
     model: nn.Module,  # in any precision, with or without mixedfp; wrapped or not
-    *optimizers: Any,  # from torch or fastai, over the model's parameters or their masters
+    *optimizers: Any,  # from torch or fastai, over the model's parameters or copies of them
 ) -> PrecisionAudit:
     """Return the dtypes and bytes by role, and the number of updates that 16-bit weights lose.
 
     If an optimizer steps 16-bit weights, its next step is computed on float32 copies, one parameter
     at a time, with the current gradients, or else the average gradients in its state; an Adam that
     has not stepped yet moves each weight by the learning rate. Nothing is changed.
-    In sharded models only the parameters of this process are counted.
+    In sharded models only the parameters of this process are counted. The 16-bit copies that mixedfp
+    makes for a forward pass are not counted: they exist only then.
     Raises: TypeError for anything but a module and optimizers. Sync: two numbers per parameter.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}: expected an nn.Module")
-    cores, masters = [_core(opt) for opt in optimizers], _masters(model)
-    groups = _groups(model)
+    cores, groups = [_core(opt) for opt in optimizers], _groups(model)
+    owner = next(filter(None, map(masters_of, model.modules())), None)
+    policy = None if owner is None else owner.policy
     holdings = {group: Holding(group) for group in groups.values()}
-    for key, p in model.named_parameters():
-        _count(holdings[groups[key]], p, masters, cores)
+    params, copies = dict(model.named_parameters()), Holding("(the optimizer's copies)")
+    names = {p: groups[key] for key, p in params.items()}
+    stepped = dict.fromkeys(p for core in cores for ps in param_lists(core) for p in ps)
+    for key, p in params.items():
+        _count(holdings[groups[key]], p, policy, cores)
     for key, b in model.named_buffers():
         holdings[groups[key]].add("buffers", _local(b))
-    stepped = [p for core in cores for ps in param_lists(core) for p in ps]
-    inside = set(model.parameters())
-    copies = Holding("(the optimizer's copies)")
     for p in stepped:
-        if p not in inside:
+        if p not in names:
             copies.add("masters", _local(p))
             _count_states(copies, p, cores)
     audit = PrecisionAudit([*holdings.values(), *([copies] if copies.bytes else [])], [])
-    names = {p: groups[key] for key, p in model.named_parameters()}
     for core in cores:
-        _judge_weights(audit, holdings, names, core, masters)
+        _judge_weights(audit, holdings, names, core)
         _judge_states(audit, core)
     _judge_buffers(audit, model)
-    left = [k for k, p in model.named_parameters() if p.requires_grad and p not in set(stepped)]
+    left = [key for key, p in params.items() if p.requires_grad and p not in stepped]
     if cores and left and not copies.bytes:
         which = ", ".join(left[:3]) + (", …" if len(left) > 3 else "")
         audit.add(

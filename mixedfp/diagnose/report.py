@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cast import Policy, is_castable, model2float, model2half
-from ..engine.forward import install_forward
+from ..cast import Policy, is_castable, model2float
+from ..engine.forward import forward_of, install_forward, remove_forward
 from ..engine.masters import masters_of
 from ..formats import NumberFormat
 from ..nested import check_positive, map_tensors
@@ -197,11 +197,15 @@ def float_copy(model: nn.Module) -> nn.Module:
     return twin
 
 
-def half_copy(model: nn.Module, policy: Policy) -> nn.Module:
-    "Return a copy of `model` that computes as in training: 16-bit copies, float32 gradients."
+@contextmanager
+def half_copy(model: nn.Module, policy: Policy) -> Iterator[nn.Module]:
+    "Inside this block, use a float32 copy of `model` whose passes are as in training."
     half = float_copy(model)
     install_forward(half, policy)
-    return half
+    try:
+        yield half
+    finally:
+        remove_forward(half)  # it refers to its module, which would not be freed at once
 
 
 @contextmanager
@@ -243,29 +247,29 @@ class _Twins:
         for m in self.full.modules():
             if "Dropout" in type(m).__name__:  # a mask is not a 16-bit error
                 m.eval()
-        self.half = half_copy(self.full, settings.policy)
-        for twin in (self.full, self.half):
-            if hasattr(twin, "reset"):  # in fastai models: clears the state of the last batch
-                twin.reset()  # pyright: ignore
+        if hasattr(self.full, "reset"):  # in fastai models: clears the state of the last batch
+            self.full.reset()  # pyright: ignore
         self.rows = {name: ModuleNumbers(name, m) for name, m in self.full.named_modules()}
         self.rows[INPUTS] = ModuleNumbers(INPUTS)
         self.order = {}  # the rows of the report
-        self.losses = defaultdict(list)  # by copy
+        self.losses = defaultdict(list)  # in float32: True
 
-    def measure(self, batch, loss_func):
+    def measure(self, half, batch, loss_func):
         "Run the passes on a batch and compare them."
         truth = self._run(self.full, batch, loss_func)
-        noisy = self._run(self.half, batch, loss_func)
-        alone = self._run(self.half, batch, loss_func, truth)  # each module in isolation
+        noisy = self._run(half, batch, loss_func)
+        alone = self._run(half, batch, loss_func, truth)  # each module in isolation
         for true, total, own in zip(truth, noisy, alone, strict=False):
             if total.is_same_call(true) and own.is_same_call(true):
                 self._compare(true, total, own)
-        for (key, p), q in zip(self.full.named_parameters(), self.half.parameters(), strict=True):
+        copied = set(forward_of(half).copies.params)  # pyright: ignore
+        for (key, p), q in zip(self.full.named_parameters(), half.parameters(), strict=True):
             if p.grad is not None:
                 p.grad = p.grad.to_dense()
-                self._owner(key).add_grad("weights", q.dtype, p.grad, q.grad, self.scale)
+                dtype = self.settings.policy.dtype if q in copied else torch.float32
+                self._owner(key).add_grad("weights", dtype, p.grad, q.grad, self.scale)
         self.full.zero_grad()
-        self.half.zero_grad()
+        half.zero_grad()
 
     def _run(self, model, batch, loss_func, truth=()):
         "Run a forward pass, and a backward pass unless `truth` is given."
@@ -276,7 +280,7 @@ class _Twins:
             if not truth:
                 loss = loss_func(out, *targets)
                 (loss * (1.0 if model is self.full else self.scale)).backward()
-                self.losses[model].append(loss.item())
+                self.losses[model is self.full].append(loss.item())
         return recorder.events
 
     def _compare(self, true, total, own):
@@ -306,13 +310,14 @@ class _Twins:
 
     def report(self, batches, loss_func):
         "Measure all batches and return the report."
-        for batch in batches:
-            self.measure(batch, loss_func)
-        for key, q in self.half.named_parameters():
-            self._owner(key).params.append(q)
+        with half_copy(self.full, self.settings.policy) as half:
+            for batch in batches:
+                self.measure(half, batch, loss_func)
+        for key, p in self.full.named_parameters():
+            self._owner(key).n_params += p.numel()
         for row in self.order.values():
             row.finish(self.settings)
-        losses = [sum(v) / len(v) for v in self.losses.values()]  # the float32 copy ran first
+        losses = [sum(self.losses[is_full]) / len(batches) for is_full in (True, False)]
         return PrecisionReport(list(self.order.values()), self.settings, losses)
 
 # %% ../../nbs/diagnose/01_report.ipynb #41403b79
@@ -327,7 +332,7 @@ class ModuleNumbers:
 
     def __init__(self, name: str, module: nn.Module | None = None):
         self.name, self.kind = name, "" if module is None else type(module).__name__
-        self.params, self.out, self.errors = [], Numbers(), defaultdict(Errors)
+        self.n_params, self.out, self.errors = 0, Numbers(), defaultdict(Errors)
         self.grads: dict[tuple, Numbers] = {}  # by kind (inputs, weights) and dtype
         self.overflows = self.is_fed_inf = False
         self.columns: Any = set()  # columns of the batch that are out of range
@@ -340,7 +345,7 @@ class ModuleNumbers:
 
     def finish(self, settings):
         "Compute the verdict from the recorded numbers."
-        names = "total", "own", "inherited", "weights" if self.params else "inputs"
+        names = "total", "own", "inherited", "weights" if self.n_params else "inputs"
         snrs = (self.errors[name].decibels() for name in names)
         self.snr, self.own, self.inherited, self.grad_snr = snrs
         self.columns = sorted(self.columns)
@@ -379,7 +384,7 @@ class ModuleNumbers:
             "module": self.name or "(model)",
             "type": self.kind,
             "dtype": str(self.out.dtype).removeprefix("torch."),
-            "params": sum(p.numel() for p in self.params),
+            "params": self.n_params,
             "largest |x|": self.out.largest,
             "headroom (2^)": self.out.headroom(),
             "flushed %": 100 * self.out.n_flushed() / max(1, n_out),
@@ -443,14 +448,12 @@ class PrecisionReport:
 
     def proposal(self) -> Settings | None:
         "Return settings derived from the verdicts; None if this format cannot help."
-        keep, scale = list(self.settings.policy.keep_fp32), math.log2(self.settings.loss_scale)
+        keep, scale = self.settings.policy.keep_fp32, math.log2(self.settings.loss_scale)
         for name, verdict in self.verdicts.items():
             if verdict in ("keep in fp32", "out of range"):
-                while name in keep:
-                    name = name.rpartition(".")[0]
-                if not name:
+                keep = keep_more(keep, name)
+                if keep is None:
                     return None
-                keep = [k for k in keep if not str(k).startswith(f"{name}.")] + [name]
         if any(v.startswith("scale") for v in self.verdicts.values()):
             lowest = max(0, *(m.least_scale for m in self.modules))
             highest = min(24, *(m.window[1] - HEADROOM for m in self.modules))
@@ -458,7 +461,7 @@ class PrecisionReport:
                 return None
             up = [m.window[0] for m in self.modules if m.verdict == "scale up"]
             scale = (min(max([lowest, *up]), highest) + highest) // 2  # few numbers are lost
-        policy = replace(self.settings.policy, keep_fp32=tuple(keep))
+        policy = replace(self.settings.policy, keep_fp32=keep)
         found = replace(self.settings, policy=policy, loss_scale=2.0**scale)
         is_hopeless = found == self.settings or "input out of range" in self.verdicts.values()
         return None if is_hopeless else found
@@ -500,6 +503,17 @@ class PrecisionReport:
     def _repr_html_(self) -> str:
         head = self.headline().replace("<", "&lt;").replace("\n", "<br>")
         return f"<p>{head}</p>{self.table.round(2).to_html()}"
+
+
+def keep_more(
+    keep: tuple,  # as `keep_fp32`
+    name: str,  # of a module
+) -> tuple | None:  # None: only the whole model is left
+    "Return `keep` with this module or, if it is kept already, the one around it."
+    while name in keep:
+        name = name.rpartition(".")[0]
+    kept = (k for k in keep if not str(k).startswith(f"{name}."))
+    return (*kept, name) if name else None
 
 
 def as_code(value: Any) -> str:
@@ -556,18 +570,14 @@ def precision_report(
 
 def policy_for(model: nn.Module, dtype: Any, keep_fp32: Any, native: bool | None) -> Policy:
     "Return settings with None replaced by the model's; the dtype by float16 if it has no 16 bits."
-    kinds = [p.dtype for p in model.parameters() if is_castable(p) and p.itemsize == 2]
-    known = _policy_of(model) or Policy()
-    if dtype is None:
-        dtype = max(set(kinds), key=kinds.count) if kinds else torch.float16
-    keep_fp32 = known.keep_fp32 if keep_fp32 is None else keep_fp32
-    native = known.native if native is None else native
-    return Policy(dtype, keep_fp32=keep_fp32, native=native, autocast=known.autocast)  # pyright: ignore
-
-
-def _policy_of(model):
     found = (masters_of(m) for m in model.modules())
-    return next((masters.policy for masters in found if masters is not None), None)
+    known = next((m.policy for m in found if m is not None and m.policy.dtype.itemsize == 2), None)
+    if known is None:
+        kinds = [p.dtype for p in model.parameters() if is_castable(p) and p.itemsize == 2]
+        known = Policy(max(set(kinds), key=kinds.count) if kinds else torch.float16)
+    given = dict(dtype=dtype, keep_fp32=keep_fp32, native=native)
+    given = {k: v for k, v in given.items() if v is not None}
+    return replace(known, half_grads=False, state_dtype=None, **given)
 
 # %% ../../nbs/diagnose/01_report.ipynb #1e3bee69
 # colors by Okabe and Ito, https://jfly.uni-koeln.de/color
