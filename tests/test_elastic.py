@@ -44,7 +44,6 @@ def learner(folder, rank):
     checkpoint = Checkpoint("run")
     (folder / learn.model_dir).mkdir(exist_ok=True)
 
-
     def copy_file(learn):
         file = learn.path / learn.model_dir / "run.pth"
         if rank == 0 and learn.epoch == N_EPOCHS - 1:
