@@ -18,11 +18,11 @@ from pathlib import Path
 PRECISIONS = {
     "fp32": "everything in 32 bits",
     "autocast-bf16": "float32 model, torch.autocast to bfloat16 around the forward pass",
-    "bf16": "bfloat16 model, float32 masters, one for each parameter",
-    "bf16-flat": "bfloat16 model, float32 masters in flat vectors",
-    "bf16-pure": "bfloat16 model without masters, for comparison",
-    "fp16": "float16 model, float32 masters, dynamic loss scale",
-    "fp16-flat": "float16 model, float32 masters in flat vectors, dynamic loss scale",
+    "bf16": "float32 weights, rounded to bfloat16 for each pass",
+    "bf16-flat": "the same, with the weights in flat vectors",
+    "bf16-pure": "bfloat16 weights without float32 masters, for comparison",
+    "fp16": "float32 weights, rounded to float16 for each pass, dynamic loss scale",
+    "fp16-flat": "the same, with the weights in flat vectors",
 }
 MODEL_NAMES = ("darknet", "darknet-small")
 OPTIMIZER_NAMES = ("sgd", "adam", "rmsprop")

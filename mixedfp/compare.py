@@ -7,13 +7,13 @@ __all__ = ['PRECISIONS', 'OPTIMIZERS', 'SECONDS', 'MODELS', 'make_learner', 'Res
            'plot_results', 'run_command']
 
 # %% ../nbs/18_compare.ipynb #861d0f68
-import math
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf, nan
 from pathlib import Path
 
 import pandas as pd
@@ -21,8 +21,6 @@ import torch
 import torchvision
 from fastai.vision import all as vision
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from torch import Tensor, nn
 
 import mixedfp.callback  # noqa: F401  adds methods to `Learner`
@@ -64,14 +62,13 @@ class Result:
 
     precision: str  # one of `PRECISIONS`
     seed: int  # of weights, order of the images, flips and crops
-    accuracy: float = math.nan  # on the validation set after the last epoch, 0 to 1
-    valid_loss: float = math.nan  # on the validation set after the last epoch
-    weights: float = math.nan  # bytes per parameter: the model's weights
-    masters: float = math.nan  # bytes per parameter: their float32 masters
-    state: float = math.nan  # bytes per parameter: the optimizer's state
-    peak_mib: float = math.nan  # peak memory allocated on a GPU; nan elsewhere
-    skipped: float = math.nan  # number of skipped steps
-    loss_scale: float = math.nan  # after the last step; nan without loss scaling
+    accuracy: float = nan  # on the validation set after the last epoch, 0 to 1
+    valid_loss: float = nan  # on the validation set after the last epoch
+    weights: float = nan  # bytes per parameter: the model's weights
+    state: float = nan  # bytes per parameter: the optimizer's state
+    peak_mib: float = nan  # peak memory allocated on a GPU; nan elsewhere
+    skipped: float = nan  # number of skipped steps
+    loss_scale: float = nan  # after the last step; nan without loss scaling
     losses: list[float] = field(default_factory=list, repr=False)  # of each training step
     step_seconds: list[float] = field(default_factory=list)  # from `time_steps`, by repeat
 
@@ -81,8 +78,8 @@ class _Watch(vision.Callback):
 
     order = -100  # before any other callback
 
-    def __init__(self, after_step: Callable, label="", n_steps=math.inf, limit=math.inf):
-        self.stepped, self.label, self.n_steps, self.limit = after_step, label, n_steps, limit
+    def __init__(self, label="", n_steps=inf, limit=inf):
+        self.label, self.n_steps, self.limit = label, n_steps, limit
         self.losses, self.seconds = [], []
 
     def before_batch(self):
@@ -92,7 +89,6 @@ class _Watch(vision.Callback):
         if self.training:
             self.seconds.append(self._now() - self.start)
             self.losses.append(self.loss.detach())
-            self.stepped()
             if len(self.losses) >= self.n_steps or sum(self.seconds) > self.limit:
                 raise vision.CancelFitException
 
@@ -115,10 +111,9 @@ def train_once(
     epochs: int = 3,  # > 0
     lr: float = 1e-3,  # the maximum of the one-cycle schedule, > 0
     seed: int = 42,  # of all random numbers
-    after_step: Callable[[], object] = int,  # called after each step, to show progress
 ) -> Result:
     """Train a model in `precision` from `seed`, with a one-cycle schedule, and measure it."""
-    dls, watch = get_dls(seed=seed), _Watch(after_step, f"{precision}, seed {seed}")
+    dls, watch = get_dls(seed=seed), _Watch(f"{precision}, seed {seed}")
     on_gpu = torch.device(dls.device).type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(dls.device)
@@ -129,14 +124,13 @@ def train_once(
         learn.fit_one_cycle(epochs, lr)
     cb, params = getattr(learn, "mp_cb", None), list(learn.model.parameters())
     state = [t for s in learn.opt.state.values() for t in s.values() if isinstance(t, Tensor)]
-    masters = [] if cb is None else [m for ms in cb.master_params for m in ms]
     n = sum(p.numel() for p in params)
-    held = [sum(t.nbytes for t in tensors) / n for tensors in (params, masters, state)]
+    held = [sum(t.nbytes for t in tensors) / n for tensors in (params, state)]
     return Result(
         precision, seed, learn.final_record[2], learn.final_record[1], *held,
-        peak_mib=torch.cuda.max_memory_allocated(dls.device) / 2**20 if on_gpu else math.nan,
+        peak_mib=torch.cuda.max_memory_allocated(dls.device) / 2**20 if on_gpu else nan,
         skipped=cb.n_skipped if cb else 0, losses=torch.stack(watch.losses).tolist(),
-        loss_scale=cb.loss_scale if precision.startswith("fp16") else math.nan)
+        loss_scale=cb.loss_scale if precision.startswith("fp16") else nan)
 
 # %% ../nbs/18_compare.ipynb #a79043e4
 def time_steps(
@@ -146,14 +140,13 @@ def time_steps(
     opt: str = "sgd",  # one of `OPTIMIZERS`
     repeats: int = 2,  # > 0
     n_steps: int = 3,  # per repeat, > 1, because the first one warms up
-    limit: float = math.inf,  # seconds after which a repeat ends, with at least one step
-    after_step: Callable[[], object] = int,  # called after each step, to show progress
+    limit: float = inf,  # seconds after which a repeat ends, with at least one step
 ) -> Iterator[tuple[str, float]]:  # a precision and the seconds of its fastest step, by repeat
     """Yield step times of each of `precisions`, measured alternately."""
     n_steps = min(n_steps, len(dls.train))
     for _ in range(repeats):
         for precision in precisions:
-            watch, model = _Watch(after_step, "", n_steps, limit), get_model(dls.c)
+            watch, model = _Watch("", n_steps, limit), get_model(dls.c)
             learn = make_learner(precision, dls, model, opt_func=OPTIMIZERS[opt], cbs=watch)
             with learn.no_bar(), learn.no_logging():
                 learn.fit(1, 1e-3)
@@ -173,8 +166,8 @@ def results_table(
     if "fp32" in seconds:
         ratios = 1 / seconds.div(seconds["fp32"], axis=0)
         table["speed"], table["from"], table["to"] = ratios.median(), ratios.min(), ratios.max()  # pyright: ignore
-    table = table.join(runs[["weights", "masters", "state"]].first())
-    table["sum"] = table.weights + table.masters + table.state  # pyright: ignore
+    table = table.join(runs[["weights", "state"]].first())
+    table["sum"] = table.weights + table.state  # pyright: ignore
     return table.join(runs[["peak_mib"]].max()).dropna(axis=1, how="all")  # pyright: ignore
 
 # %% ../nbs/18_compare.ipynb #50ddc6e8
@@ -215,11 +208,10 @@ SECONDS = 80  # from the first step to the last: with imports less than two minu
 
 
 def _left_out(seconds: dict[str, float], limit: float) -> list[str]:
-    """Return the slowest runs, of similar ones the last, so that the rest fits; never fp32."""
+    """Return the slowest runs, so that the rest fits; never fp32."""
     kept = dict(seconds)
-    rank = {name: (round(math.log2(s)), i) for i, (name, s) in enumerate(seconds.items())}
     while len(kept) > 1 and sum(kept.values()) > limit:
-        del kept[max(kept.keys() - {"fp32"}, key=rank.__getitem__)]
+        del kept[max(kept.keys() - {"fp32"}, key=seconds.__getitem__)]
     return [precision for precision in seconds if precision not in kept]
 
 # %% ../nbs/18_compare.ipynb #fd15fec3
@@ -249,29 +241,21 @@ def _check_device(device: str | None) -> torch.device:
 
 # %% ../nbs/18_compare.ipynb #125627a1
 def _train_all(s: Namespace, precisions: list, get_dls: Callable, get_model: Callable) -> list:
-    """Time and train in each of `precisions`, with a bar in a terminal, to the end or Ctrl-C."""
+    """Time and train in each of `precisions`, to the end or Ctrl-C."""
     times: dict[str, list[float]] = {precision: [] for precision in precisions}
     results, dls = [], get_dls(seed=s.seed)
-    n_steps = s.repeats * min(3, len(dls.train)) + s.seeds * s.epochs * len(dls.train)
-    columns = "{task.description}", BarColumn(), "{task.completed}/{task.total} steps"
-    console = Console()  # in a log, unlike a terminal, the printed lines show the progress
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True,
-                  disable=not console.is_terminal) as bar:
-        task = bar.add_task("timing", total=n_steps * len(precisions))
-        step = partial(bar.advance, task)
-        try:
-            for precision, seconds in time_steps(precisions, dls, get_model, s.opt, s.repeats,
-                                                 after_step=step):
-                times[precision].append(seconds)
-            for seed in range(s.seed, s.seed + s.seeds):
-                for name in precisions:
-                    bar.update(task, description=name)
-                    run = train_once(name, get_dls, get_model, s.opt, s.epochs, s.lr, seed, step)
-                    results.append(replace(run, step_seconds=times[name]))
-        except KeyboardInterrupt:
-            if not any(times.values()):
-                raise
-            print("interrupted: the results so far are written", flush=True)
+    print(f"timing {s.repeats} x {min(3, len(dls.train))} steps of each", flush=True)
+    try:
+        for precision, seconds in time_steps(precisions, dls, get_model, s.opt, s.repeats):
+            times[precision].append(seconds)
+        for seed in range(s.seed, s.seed + s.seeds):
+            for name in precisions:
+                run = train_once(name, get_dls, get_model, s.opt, s.epochs, s.lr, seed)
+                results.append(replace(run, step_seconds=times[name]))
+    except KeyboardInterrupt:
+        if not any(times.values()):
+            raise
+        print("interrupted: the results so far are written", flush=True)
     return results + [Result(name, s.seed, step_seconds=times[name]) for name in precisions
                       if times[name] and name not in {run.precision for run in results}]
 

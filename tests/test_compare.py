@@ -163,13 +163,6 @@ def test_ctrl_c_before_anything_was_measured(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_terminal_gets_a_bar(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    trained(tmp_path, "--precisions", "fp32")
-    assert "14/14 steps" in capsys.readouterr().out  # 2 * 3 to time, 8 to train
-
-
 def test_command_without_cifar10_names_the_places(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("CIFAR10_PATH", raising=False)
     monkeypatch.setattr("mixedfp.examples.fastai_path", lambda name: tmp_path / name)
