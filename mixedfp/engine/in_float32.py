@@ -115,12 +115,10 @@ class InFloat32(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return False
         both = (*args, *kwargs.values())
-        for t in both:
-            is_half = isinstance(t, Tensor) and t.dtype == self.dtype and t.requires_grad
-            if is_half and _is_copy(t):
-                ids = [i for a in both for i in (a if isinstance(a, tuple) else (a,))]
-                return not _INTEGERS.isdisjoint([getattr(i, "dtype", None) for i in ids])
-        return False
+        ids = [i for a in both for i in (a if isinstance(a, tuple) else (a,))]
+        if _INTEGERS.isdisjoint([getattr(i, "dtype", None) for i in ids]):
+            return False
+        return any(isinstance(t, Tensor) and t.dtype == self.dtype and _is_copy(t) for t in both)
 
     def _look_up(self, func, args, kwargs):
         "Look up rows and sum their gradients in float32; a bfloat16 count would stop at 256."
