@@ -8,7 +8,6 @@ __all__ = ['CIFAR10_CLASSES', 'image_dls', 'cifar10', 'photos', 'conv_layer', 'R
 # %% ../nbs/17_examples.ipynb #8d6be58f
 import os
 import random
-import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -155,30 +154,22 @@ def _find_cifar10(path: str | Path | None, classes: Sequence[str], download: boo
     """Return the first of the four places that contains `classes`."""
     places = {"path": path, "$CIFAR10_PATH": os.environ.get("CIFAR10_PATH"),
               "fastai's data folder": fastai_path("data")/"cifar10"}
-    tried = []
-    for name, place in places.items():
-        if not place:
-            tried.append(f"{name}: not given")
-            continue
-        root = Path(place).expanduser()
-        root = root/"cifar10" if (root/"cifar10").is_dir() else root
-        folders = [f"{split}/{c}" for split in ("train", "test") for c in classes]
-        lacking = [folder for folder in folders if not (root/folder).is_dir()]
-        if not lacking:
-            return root
-        tried.append(f"{name}: there is no {', '.join(lacking)} in {str(place)!r}")
-        if name != "fastai's data folder":
-            warnings.warn(f"cifar10: {tried[-1]}; trying the next place", stacklevel=3)
+    folders = [f"{split}/{c}" for split in ("train", "test") for c in classes]
+    for place in filter(None, places.values()):
+        for root in (Path(place).expanduser()/"cifar10", Path(place).expanduser()):
+            if all((root/folder).is_dir() for folder in folders):
+                return root
     try:
         if not download:
             raise OSError("download=False")
         return vision.untar_data(vision.URLs.CIFAR)
     except Exception as e:  # no network, no space, no permission
-        tried.append(f"download with untar_data(URLs.CIFAR): {type(e).__name__}: {e}")
+        tried = "".join(f"\n  {k}: {str(v) if v else 'not given'}" for k, v in places.items())
         raise FileNotFoundError(
-            "cifar10: CIFAR-10 was not found in any of four places:\n  " + "\n  ".join(tried)
-            + "\nGive path= or set CIFAR10_PATH to a folder with train/<class> and test/<class>, "
-            "or use photos(), which needs no download.") from e
+            f"cifar10: no {', '.join(folders)} in any of four places:{tried}\n  download with "
+            f"untar_data(URLs.CIFAR): {type(e).__name__}: {e}\nGive path= or set CIFAR10_PATH to a "
+            "folder with train/<class> and test/<class>, or use photos(), which needs no download."
+        ) from e
 
 # %% ../nbs/17_examples.ipynb #4ac2d97b
 def cifar10(
@@ -250,12 +241,7 @@ def photos(
     return image_dls(train, valid, vocab, bs=bs, device=device, seed=seed)
 
 # %% ../nbs/17_examples.ipynb #50c9d0f8
-def conv_layer(
-    n_in: int,  # input channels, > 0
-    n_out: int,  # output channels, > 0
-    ks: int = 3,  # kernel size, odd
-    stride: int = 1,  # 1 or 2
-) -> nn.Sequential:  # (b, n_in, h, w) to (b, n_out, h / stride, w / stride)
+def conv_layer(n_in: int, n_out: int, ks: int = 3, stride: int = 1) -> nn.Sequential:
     """Return a convolution without bias, a batch norm, and a leaky ReLU of slope 0.1."""
     return nn.Sequential(
         nn.Conv2d(n_in, n_out, ks, stride=stride, padding=ks // 2, bias=False),
@@ -269,10 +255,9 @@ class ResLayer(nn.Module):
 
     def __init__(self, n: int):  # channels, even
         super().__init__()
-        self.squeeze = conv_layer(n, n // 2, ks=1)
-        self.expand = conv_layer(n // 2, n)
+        self.squeeze, self.expand = conv_layer(n, n // 2, ks=1), conv_layer(n // 2, n)
 
-    def forward(self, x: Tensor) -> Tensor:  # both (b, n, h, w), floating
+    def forward(self, x: Tensor) -> Tensor:
         """Return `x + expand(squeeze(x))`."""
         return x + self.expand(self.squeeze(x))
 

@@ -267,8 +267,8 @@ def precision_audit(
     If an optimizer steps 16-bit weights, its next step is computed on float32 copies, one parameter
     at a time, with the current gradients, or else the average gradients in its state; an Adam that
     has not stepped yet moves each weight by the learning rate. Nothing is changed.
-    In sharded models only the parameters of this process are counted. The 16-bit copies that mixedfp
-    makes for a forward pass are not counted: they exist only then.
+    In sharded models only the parameters of this process are counted. 16-bit copies, which exist
+    only in a forward pass, are not counted.
     Raises: TypeError for anything but a module and optimizers. Sync: two numbers per parameter.
     """
     if not isinstance(model, nn.Module):
