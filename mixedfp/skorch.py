@@ -249,16 +249,17 @@ class _Parameters:
         policy, before = self._policy(), dict(vars(self))
         vars(self).update(own)
         try:
-            new_policy, scaler = self._policy(), self._make_grad_scaler()
+            scaler = self._make_grad_scaler()
+            if self._policy() != policy:
+                self._make_masters()
         except Exception:
             vars(self).clear()
             vars(self).update(before)
+            self._make_masters()
             raise
         super().set_params(**others)
         if own.keys() - {"amp_mode", *_OF_MASTERS}:
             self.grad_scaler_ = scaler
-        if new_policy != policy:
-            self._make_masters()
         return self
 
 # %% ../nbs/13_skorch.ipynb #67b8b197

@@ -343,6 +343,19 @@ def test_a_mode_that_is_set_keeps_weights_and_momentum(other):
     assert not weights(net)["first.weight"].equal(before["first.weight"])
 
 
+def test_a_mode_that_a_net_cannot_have_is_refused_and_not_set():
+    class Weighted(Loss):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(()))
+
+    net = make("autocast_fp16", criterion=Weighted).fit(*table())
+    with pytest.raises(MixedPrecisionError, match="criterion has parameters"):
+        net.set_params(amp_mode="master")
+    assert net.amp_mode == "autocast" and masters_of(net.module_) is None
+    assert net.partial_fit(*table()).grad_scaler_.n_skipped == 0
+
+
 def test_a_trimmed_net_predicts():
     net, (X, _) = make("master_fp16").fit(*table()), table()
     before, masters = net.forward(X), weights(net)
