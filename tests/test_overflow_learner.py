@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_overflow import overflowing
 from tiny import Callback, bits, make_learner
 from torch import nn
 
@@ -79,12 +78,6 @@ def test_a_learner_that_keeps_the_module_in_32_bits_is_healthy():
     learn.fit(1, 0.01)
     assert learn.mp_cb.n_skipped == 0
     assert learn.find_overflow(learn.dls.one_batch()) is None
-
-
-def test_a_compiled_model_is_tried_both_ways():
-    learn = make_learner().to_fp16()
-    learn.model = torch.compile(learn.model, backend=overflowing)
-    assert learn.find_overflow(learn.dls.one_batch()).phase == "compiled"
 
 
 def test_the_error_after_too_many_skips_names_the_module():

@@ -25,14 +25,13 @@ import mixedfp
 from ..cast import Policy, kept_parts, to_float
 from . import report
 from ..nested import map_tensors
-from ..torch_private import uncompiled
 
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a0008
 @dataclass(frozen=True, repr=False)
 class Overflow:
     "The source of the first inf or nan in a batch, and settings with which the batch is finite."
 
-    phase: str  # 'input', 'forward', 'loss', 'backward'; 'compiled': only if compiled
+    phase: str  # 'input', 'forward', 'loss', 'backward'
     module: str  # its name; '' for the whole model
     kind: str  # its class
     call: int  # which of its calls in this batch, from 1
@@ -207,26 +206,21 @@ class _Run:
     policy: Policy
     scale: float
     rng: Any  # from `random_state`
-    compiled: Any = None  # the module from `torch.compile`: run compiled, without checks
 
     def __call__(self, watch=None, is_strict=False) -> _Trace:
         """Run forward, loss and backward up to the first bad number."""
         trace, device = _Trace(watch, is_strict), next(self.model.parameters()).device
-        stance = "force_eager" if self.compiled is None else "default"
         has_compiled = "torch._dynamo" in sys.modules  # else no part of the model is compiled
-        stances = torch.compiler.set_stance(stance) if has_compiled else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
         twins = report.half_copy(self.model, self.policy)
-        with twins as twin, report.same_random_state(device), stances:
+        with twins as twin, report.same_random_state(device), eager:
             torch.set_rng_state(self.rng[0])
             random.setstate(self.rng[1])
             if self.rng[2] is not None:
                 torch.cuda.set_rng_state(self.rng[2], device)
             try:
-                if self.compiled is not None:
-                    self._compute(trace, type(self.compiled)(twin, self.compiled.dynamo_ctx))
-                else:
-                    with report.watch_calls(twin, trace.before, trace.after), trace.operations:
-                        self._compute(trace, twin)
+                with report.watch_calls(twin, trace.before, trace.after), trace.operations:
+                    self._compute(trace, twin)
             except _Found as e:
                 trace.line = _user_line(e)
             except RuntimeError as e:
@@ -284,7 +278,7 @@ def random_state(device: torch.device) -> tuple:
 
 NOT_AGAIN = (
     "Not reproduced: the last batch is finite when recomputed. The cause may be another of the "
-    "accumulated batches, or different random numbers"
+    "accumulated batches, other random numbers, or a kernel that torch.compile made"
 )
 
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a000f
@@ -324,7 +318,7 @@ def _columns_beyond(run):
 
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a0011
 def find_overflow(
-    model: nn.Module,  # in 16 bits, as trained, or in 32; if compiled, also run uncompiled
+    model: nn.Module,  # in 16 bits, as trained, or in 32; a compiled one is run uncompiled
     batch: Any,  # (x, y), (x, ..., y), or a dict of keyword arguments
     loss_func: Callable,  # takes the float32 output and the targets; only the output for a dict
     *,
@@ -338,19 +332,15 @@ def find_overflow(
     """Find the source of the first inf or nan in a batch, and settings that keep it finite.
 
     Changes nothing: it runs copies of the model and restores the random state.
-    Needs a forward and a backward pass for each search and each setting, memory for two copies,
-    and a compilation if the model is compiled.
+    Needs a forward and a backward pass for each search and each setting, and memory for two copies.
     Raises: TypeError for a batch or a loss of another form. Sync: many.
     """
     policy, full = report.policy_for(model, dtype, keep_fp32, native), report.float_copy(model)
     rng = random_state(next(full.parameters()).device) if rng is None else rng
     run = _Run(full, batch, loss_func, policy, scale, rng)
     trace, seen = _search(run, False)
-    is_finite, is_compiled = trace.first is None, uncompiled(model) is not model
-    differs = is_compiled and run.works(compiled=model) != is_finite
     if trace.first is None:
-        kind, cause = type(full).__name__, "inf or nan; uncompiled, the batch is finite"
-        return Overflow("compiled", "", kind, 1, cause, step=step) if differs else None
+        return None
     is_benign = trace.first[0] == "backward" or "softmax" in seen.get("operation", "")  # pyright: ignore
     if not seen.get("is_producer", True) and not is_benign:  # an earlier -inf was not a mask
         trace, seen = _search(run, True)
@@ -369,8 +359,6 @@ def find_overflow(
     kinds = dict(full.named_modules())
     scope = _describe_scope(run, phase)
     cause += scope
-    if differs:
-        cause += f"; compiled, the batch is finite: the compiler drops casts to {policy.dtype}"
     seen = dict(line=trace.line) | seen | dict(cause=cause)  # pyright: ignore
     fixes = () if "no precision" in scope else _fixes(run, phase, name)
     kind = type(kinds[name]).__name__ if name in kinds else ""
