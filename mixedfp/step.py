@@ -198,7 +198,7 @@ class MasterStep:
         self.masters.snapshot.restore()
 
     def _end(self):
-        self.masters.snapshot.end()
+        self.masters.snapshot.end(len(self.masters.steps))
         if self.masters.copies is not None:
             self.masters.copies.refresh()
 

@@ -31,13 +31,13 @@ def simulated_cuda():
 # launches, bytes and peak, relative to autocast's. The peak is in the loss: our logits are float32
 LIMITS = {
     "lm": {
-        EACH: (0.56, 0.96, 1.01),
-        FLAT: (0.56, 0.97, 1.01),
-        HALF: (0.54, 0.94, 1.01),
-        SMALLEST: (0.59, 1.21, 0.89),
+        EACH: (0.53, 0.91, 1.01),
+        FLAT: (0.53, 0.91, 1.01),
+        HALF: (0.57, 0.89, 1.01),
+        SMALLEST: (0.62, 1.07, 0.92),
     },
-    "vit": {FLAT: (0.56, 0.85, 0.92), SMALLEST: (0.58, 0.98, 0.84)},
-    "resnet": {FLAT: (0.85, 1.06, 1.01), SMALLEST: (0.89, 1.18, 0.92)},
+    "vit": {FLAT: (0.54, 0.82, 0.92), SMALLEST: (0.56, 0.90, 0.86)},
+    "resnet": {FLAT: (0.83, 1.04, 1.01), SMALLEST: (0.86, 1.11, 0.95)},
 }
 
 
@@ -63,9 +63,10 @@ def assert_is_what_the_page_shows(row):
         assert row | dict(peak_mib=near) in kept["rows"]
 
 
-def test_a_block_has_no_cast_and_the_lesson_draws_what_is_counted():
+def test_a_block_casts_no_weight_and_the_lesson_draws_what_is_counted():
     found = {mode: traffic.block(mode) for mode in traffic.BLOCKS}
-    assert "cast" not in found["mixedfp"]["forward"] + found["mixedfp"]["backward"]
+    assert "cast" not in found["mixedfp"]["forward"]
+    assert found["mixedfp"]["backward"].split().count("cast") == 2  # a grouped copy of gradients
     kept = json.loads((ROOT / "bench" / "results" / "traffic.json").read_text())
     assert found == kept["block"] or kept["about"]["torch"] != torch.__version__
 
@@ -81,7 +82,7 @@ def test_the_check_takes_at_most_four_launches_and_one_read():
 
 
 SETTINGS = {
-    "masters": {},
+    "to_bf16": {},
     "and 16-bit gradients": traffic.SMALL,
     "and 16-bit states": traffic.SMALL | traffic.STATES,
 }
@@ -106,6 +107,6 @@ def test_a_gpu_holds_the_bytes_that_mixedfp_memory_works_out(mode):
         del out, loss
         opt.step()
         gc.collect()
-    roles = "weights", "masters", "gradients", "states", "buffers"
+    roles = "weights", "gradients", "states", "buffers"
     assert allocated().now - before == pytest.approx(sum(row[role] for role in roles), rel=0.03)
     assert active == pytest.approx(row["activations"], rel=0.10)

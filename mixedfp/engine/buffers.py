@@ -6,6 +6,7 @@
 __all__ = ['BufferSnapshot']
 
 # %% ../../nbs/engine/04_buffers.ipynb #b939a473
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -19,20 +20,23 @@ class BufferSnapshot:
     def __init__(self, model: nn.Module):
         self.model = model
         self.kept: dict[tuple, tuple] = {}  # by module and name: buffer, version, copy
-        self.has_begun = False  # whether a forward pass has begun since the last step
+        self.n_ends = math.inf  # of optimizers' steps since the last forward pass outside a graph
         self.save()
 
     def begin(self) -> None:
         "Save the buffers before the first forward pass of a step."
-        if not self.has_begun:
+        if self.n_ends:
             self.save()
-            self.has_begun = True
+            self.n_ends = 0
 
-    def end(self) -> None:
-        "End a step; in compiled code no forward pass calls `begin`, so the buffers are saved now."
-        if not self.has_begun:
+    def end(
+        self,
+        n_optimizers: int,  # that step the model
+    ) -> None:
+        "End a step; if passes are compiled none calls `begin`, so the buffers are saved now."
+        self.n_ends += 1
+        if self.n_ends > n_optimizers:
             self.save()
-        self.has_begun = False
 
     @torch.no_grad()
     def save(self) -> None:
@@ -67,4 +71,4 @@ class BufferSnapshot:
                 b.copy_(copy)
             m._buffers[k] = b
         self.save()
-        self.has_begun = False
+        self.n_ends += 1

@@ -44,6 +44,7 @@ class Masters:
         self.vectors: list[Any] = []  # flat: see `engine.flat`
         self.copies = install_forward(model, policy, layers, self)
         try:
+            self.snapshot = BufferSnapshot(model)
             warn_if_rounded({k: p for k, p in model.named_parameters() if p.requires_grad})
             self.widen_trained()
         except BaseException:  # out of memory
@@ -51,7 +52,6 @@ class Masters:
             raise
         for p in self.copies.params if policy.half_grads and self.copies is not None else ():
             p.grad_dtype = None  # the node passes 16-bit gradients on
-        self.snapshot = BufferSnapshot(model)
 
     def __getitem__(self, p: Tensor) -> Tensor:
         """Return the float32 master of parameter `p`: `p` itself, without its graph."""

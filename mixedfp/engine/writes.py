@@ -41,9 +41,9 @@ def _writes(names):
 def _is_near(f: Any, here: str) -> bool:
     "Return whether `f` is a function of the user's, or of the package of the module `here`."
     there = getattr(f, "__module__", None) or ""
-    file = getattr(sys.modules.get(there), "__file__", None) or "site-packages"
-    is_same = there.partition(".")[0] == here.partition(".")[0]
-    return inspect.isfunction(f) and (is_same or "site-packages" not in file)
+    file, top = getattr(sys.modules.get(there), "__file__", None) or "", there.partition(".")[0]
+    is_of_others = "site-packages" in file or top in sys.stdlib_module_names
+    return inspect.isfunction(f) and (top == here.partition(".")[0] or not is_of_others)
 
 
 @functools.cache
