@@ -505,11 +505,8 @@ class PrecisionReport:
         return f"<p>{head}</p>{self.table.round(2).to_html()}"
 
 
-def keep_more(
-    keep: tuple,  # as `keep_fp32`
-    name: str,  # of a module
-) -> tuple | None:  # None: only the whole model is left
-    "Return `keep` with this module or, if it is kept already, the one around it."
+def keep_more(keep: tuple, name: str) -> tuple | None:
+    "Return `keep` with module `name` or, if it is kept, the one around it; None: the whole model."
     while name in keep:
         name = name.rpartition(".")[0]
     kept = (k for k in keep if not str(k).startswith(f"{name}."))
