@@ -21,7 +21,7 @@ from fastai.basics import params
 from nets import DEVICE, NETS
 from tiny import ELEMENTWISE, OPTIMIZERS, make_dls, make_learner, opt_state, plain, weights
 from torch import nn, optim
-from torch.nn.functional import cross_entropy, embedding
+from torch.nn.functional import cross_entropy
 from workflows import FITS, LOOPS
 
 import mixedfp
@@ -91,7 +91,6 @@ def _parts(row):
 LAYOUTS = {
     "a_master_each": {},
     "flat": dict(flat_master=True),
-    "remainders": dict(flat_master=True, store_param_remainders=True),
     "half_grads": dict(flat_master=True, half_grads=True),
     "16_bit_states": dict(flat_master=True),  # and `state_dtype`, see `settings`
 }
@@ -213,8 +212,6 @@ _NO_DOUBLE_BACKWARD = {"recomputed_reentrant", "own_function", "packed_gru", "ls
 
 def _keeps(row, others):
     cells, layout = row.cells, row.cells.get("layout")
-    if layout == "remainders" and cells.get("precision") != "bfloat16":
-        return False
     if layout in ("half_grads", "16_bit_states") and cells.get("precision") == "float32":
         return False
     if layout == "16_bit_states" and row.optimizer not in WITH_16_BIT_STATES:
@@ -412,43 +409,31 @@ def _press(*_):
 class ByHand(Loop):
     """The oracle: a 16-bit copy of the model, float32 masters, a plain optimizer over these."""
 
-    def __init__(self, row, dtype, store_param_remainders=False, state_dtype=(), **others):
+    def __init__(self, row, dtype, state_dtype=(), **others):
         super().__init__(row)
-        self.rounds_up, self.state_dtype = store_param_remainders, dict(state_dtype)
         self.half, self.dtype, self.scale, self.used = self.net.build(), dtype, 1.0, 1.0
         self.half.load_state_dict(self.model.state_dict())
-        if DEVICE == "cpu" and isinstance(self.half.stem, nn.Embedding):  # a GPU adds up in float32
-            self.half.stem.forward = self.embed
+        self.state_dtype = dict(state_dtype)
+        if isinstance(self.half.stem, nn.Embedding):
+            self.half.stem.register_forward_hook(lambda m, args, out: out.to(dtype))
         if DEVICE == "cuda":  # where autocast's norms return float32
             for m, wrapper in wrapped_modules(self.half):
                 wrapper(m)
         torch.manual_seed(2)
         self.pairs = list(zip(self.half.parameters(), self.model.parameters(), strict=True))
-        kept = [m for m in self.half.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-        kept = {p for m in kept for p in m.parameters()}
+        wide = (nn.modules.batchnorm._NormBase, nn.Embedding)
+        wide = [m for m in self.half.modules() if isinstance(m, wide)]
+        wide = {p for m in wide for p in m.parameters()}
         for p, m in self.pairs:
-            if p not in kept:
-                p.data = self.rounded(m.detach(), dtype)
-                # in float16 what is used twice is added up in float32
-                p.grad_dtype = FP32 if dtype == FP16 else None
+            if p not in wide and p.dtype == FP32:
+                p.data = m.detach().to(dtype)
+                p.grad_dtype = dtype  # what is used twice is added up in 16 bits
         self.round_states()
-
-    def rounded(self, full, dtype):
-        """Round: with remainders half up, else as PyTorch does."""
-        if self.rounds_up and full.ndim and dtype == BF16:
-            bits = full.contiguous().view(torch.int32)
-            full = (bits | (bits >> 8 & 0x80)).view(FP32)  # above the tie it is rounded up
-        return full.to(dtype)
-
-    def embed(self, words):
-        """Look up words."""
-        stem = self.half.stem
-        return embedding(words, stem.weight.float(), stem.padding_idx).to(self.dtype)
 
     def forward(self, x):
         """Predict in 16 bits."""
         with torch.autocast(DEVICE, self.dtype):
-            return self.half(x.to(self.dtype) if x.is_floating_point() else x).float()
+            return self.half(x).float()
 
     def backward(self, i, factor=1.0, stop=None):
         """Add the gradients of the copy, widened, to those of the masters."""
@@ -475,7 +460,7 @@ class ByHand(Loop):
         self.unscale()
         self.opt.step()
         for p, m in self.pairs:
-            p.data = self.rounded(m.detach(), p.dtype)
+            p.data = m.detach().to(p.dtype)
         self.round_states()
         if self.scale != 1:
             self.steps += 1
