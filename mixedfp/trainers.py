@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from .cast import Policy
-from .engine.forward import computing
+from .engine.forward import computing, forward_of
 from .formats import MixedPrecisionError
 from .nested import check_dtype
 from .optimizer import masters_of, with_masters
@@ -169,15 +169,11 @@ class MastersPrecision:
         while self.fresh:  # Fabric may have sharded it
             self.setup.attach(self.fresh.pop())
         with ExitStack() as stack:
-            for model in self.models:
-                stack.enter_context(computing(model))
+            for forward in filter(None, map(forward_of, self.models)):
+                for mode in () if forward.copies is None else forward._modes():
+                    stack.enter_context(mode)
+                    torch.set_autocast_cache_enabled(False)  # the weights may change inside
             yield
-
-    def _refresh(self):
-        "Inside the context, round changed parameters again."
-        for masters in filter(None, map(masters_of, self.models)):
-            if masters.copies is not None:
-                masters.copies.refresh()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         "Run the trainer's hooks."
@@ -220,8 +216,7 @@ class MastersPrecision:
                     return None
         done = self.scaler.step(optimizer, *given, **kwargs)
         self.scaler.update()
-        if given or not optimizer.master_step.is_guarded:  # pyright: ignore
-            self._refresh()
+        torch.clear_autocast_cache()  # manual optimization goes on inside `forward_context`
         if model is not None and model.trainer.global_step % model.trainer.log_every_n_steps == 0:
             for logger in model.trainer.loggers if self.logs else ():
                 logger.log_metrics(self.logs, step=model.trainer.global_step)
@@ -229,7 +224,7 @@ class MastersPrecision:
 
     def _evaluate(self, optimizer, model, closure):
         "Call the closure; let a `Trainer` inspect and clip unscaled gradients."
-        self._refresh()
+        torch.clear_autocast_cache()
         loss = closure()
         if model is not None and not self._is_left_out(loss, model):
             self.scaler.unscale_(optimizer)

@@ -355,9 +355,8 @@ def diffusion(how, seed, steps=60, save=None, resume=None):
         scaler.update()
         opt.zero_grad()
         with torch.no_grad():
-            weights = model.state_dict()  # in float32, with masters, too
-            for k, average in ema.state_dict().items():
-                average.lerp_(weights[k], 0.1)
+            for average, p in zip(ema.parameters(), model.parameters(), strict=True):
+                average.lerp_(p, 0.1)
     keep(save, steps, model=model, opt=opt, scaler=scaler, ema=ema)
     return model, lambda m: loss_of(m, 10**6)
 

@@ -53,6 +53,5 @@ def test_a_resumed_script_ends_as_an_unbroken_one(script, dtype, tmp_path):
     resumed, _ = script(how, 1, steps=12, resume=file)
     assert_same(dict(resumed.state_dict()), dict(unbroken.state_dict()))
     plain, _ = script(How("float32"), 1, steps=7, resume=file)
-    assert next(plain.parameters()).dtype == torch.float32 != next(half.parameters()).dtype
     assert_same(dict(plain.state_dict()), dict(half.state_dict()))
     script(How("float32"), 1, steps=8, resume=file)

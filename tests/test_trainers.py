@@ -28,6 +28,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricParallel
 from lightning.pytorch.callbacks import (
     Callback,
+    EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -154,6 +155,7 @@ class Module(lightning.LightningModule):
     def __init__(self, through_forward=True, make_opt=None):
         super().__init__()
         self.net, self.through_forward, self.seen = make_net(), through_forward, []
+        self.net[0].register_forward_hook(lambda *found: setattr(self, "product", found[2].dtype))
         self.make_opt = make_opt or (lambda ps: AdamW(ps, lr=0.01, weight_decay=0.1))
 
     def forward(self, x):
@@ -164,7 +166,8 @@ class Module(lightning.LightningModule):
 
     def loss(self, batch):
         loss = cross_entropy((self if self.through_forward else self.net)(batch[0]), batch[1])
-        self.seen.append((self.net[0].weight.dtype, float(loss.detach())))
+        assert self.net[0].weight.dtype == torch.float32
+        self.seen.append((self.product, float(loss.detach())))
         return loss
 
     def training_step(self, batch, _):
@@ -207,7 +210,7 @@ def by_lightning(dtype, data, accumulate=2, save=None, resume=None, forward=True
     trainer.fit(module, dl, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
-    assert masters_of(module) is None and module.net[0].weight.dtype == torch.float32
+    assert masters_of(module) is None
     return ends(module.net, trainer.optimizers[0], skip.n)
 
 
@@ -489,7 +492,7 @@ def test_lightning_steps_two_optimizers_after_one_loss(dtype):
 
 
 def test_lightning_validates_tests_and_predicts_in_16_bits_and_fits_again():
-    """A new Trainer predicts in 16 bits, too; afterwards the module is in float32."""
+    """A new Trainer predicts in 16 bits, too; afterwards the module computes in float32."""
     module, data = Module(), DataLoader(batches(), batch_size=None)
     trainer = trainer_of([MastersPrecision("bf16")], max_epochs=2)
     trainer.fit(module, data, data)
@@ -502,7 +505,7 @@ def test_lightning_validates_tests_and_predicts_in_16_bits_and_fits_again():
     assert 0 < (out - exact).abs().max() < 0.01
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, data)
-    assert module.seen[-1][0] == torch.bfloat16 != module.net[0].weight.dtype
+    assert module.seen[-1][0] == torch.bfloat16
 
 
 def test_lightning_logs_and_its_callbacks_read_unscaled_gradients(tmp_path):
@@ -550,7 +553,7 @@ def test_lightning_skips_a_training_step_that_returns_none():
 
 
 def test_lightnings_checkpoints_of_epochs_and_an_interrupt(tmp_path):
-    """ModelCheckpoint's files are float32; an exception leaves a float32 module."""
+    """ModelCheckpoint's files are float32; an exception leaves a plain module."""
 
     class Failing(Module):
         def training_step(self, batch, i):
@@ -564,21 +567,47 @@ def test_lightnings_checkpoints_of_epochs_and_an_interrupt(tmp_path):
     )
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, DataLoader(batches(1), batch_size=None))
-    assert masters_of(module) is None and module.net[0].weight.dtype == torch.float32
+    assert masters_of(module) is None and "forward" not in vars(module)
     saved = torch.load(saves.best_model_path, weights_only=False)
     assert saved["MastersPrecision"]["scale"] == 32768
     assert saved["state_dict"]["net.0.weight"].dtype == torch.float32
     Module.load_from_checkpoint(saves.best_model_path)
 
 
-def test_lightnings_average_of_weights_in_float32_is_the_plain_one():
-    def fit(plugins):
-        module, average = Module(), StochasticWeightAveraging(0.01, swa_epoch_start=2)
-        data = DataLoader(batches(), batch_size=None)
-        trainer_of(plugins, max_epochs=4, callbacks=[average]).fit(module, data, data)
-        return dict(module.state_dict())
+AVERAGES = {
+    "swa": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=2),
+    "ema": lambda: EMAWeightAveraging(decay=0.9),
+}
 
-    assert_same(fit([MastersPrecision("fp32")]), fit([]))
+
+@pytest.mark.parametrize("average", AVERAGES)
+@EACH
+def test_lightnings_averages_are_of_float32_weights(average, dtype):
+    """They read, swap and write the module's parameters; a validation swaps them back."""
+
+    def fit(plugins):
+        module, data = Module(), DataLoader(batches(), batch_size=None)
+        callbacks = [OwnAverage(), AVERAGES[average]()]
+        trainer_of(plugins, max_epochs=4, callbacks=callbacks).fit(module, data, data)
+        return module, callbacks[0].mean
+
+    module, mean = fit([MastersPrecision(dtype)])
+    if dtype == "fp32":
+        assert_same(dict(module.state_dict()), dict(fit([])[0].state_dict()))
+    if average == "ema":
+        torch.testing.assert_close(module.net[0].weight.detach(), mean, rtol=0, atol=2e-6)
+    w = module.net[0].weight.detach()
+    assert (w != w.bfloat16()).float().mean() > 0.9
+
+
+class OwnAverage(Callback):
+    """Averages a weight by itself."""
+
+    mean = None
+
+    def on_train_batch_end(self, trainer, module, *_):
+        w = module.net[0].weight.detach()
+        self.mean = w.clone() if self.mean is None else self.mean.lerp_(w, 0.1)
 
 
 def test_lightnings_own_precision_beside_the_plugin_is_its_error():
@@ -593,18 +622,6 @@ def test_a_plugin_is_pickled_for_spawned_processes():
 
 
 # Fabric
-
-
-def test_fabric_loads_before_the_first_forward_pass(tmp_path):
-    """Later PyTorch would round the loaded states to the dtype of the weights."""
-    file = str(tmp_path / "file")
-    by_fabric("bf16", batches(), save=file)
-    fabric, net = Fabric(accelerator="cpu", plugins=[MastersPrecision("bf16")]), make_net()
-    model, opt = fabric.setup(net, AdamW(net.parameters()))
-    model(batches()[0][0])
-    fabric.load(file, {"model": model, "opt": opt})
-    with pytest.raises(MixedPrecisionError, match="before the first forward pass"):
-        opt.step()
 
 
 @EACH
@@ -766,13 +783,11 @@ def test_files_of_the_trainer_hold_float32_and_say_so(kind, flat, tmp_path):
     assert loaded.config.dtype == loaded.dtype == torch.bfloat16
     rounded = {k: v.bfloat16() for k, v in model.state_dict().items()}
     assert_same(dict(loaded.state_dict()), rounded)
-    assert trainer.model is model and model.dtype == torch.float16
-    masters_of(model).restore()
-    assert "save_pretrained" not in vars(model) and model.dtype == torch.float32
+    assert trainer.model is model and masters_of(model) is not None
 
 
 @pytest.mark.parametrize("base", [torch.bfloat16, torch.float32])
-def test_lora_gives_masters_to_the_adapter_alone(base, tmp_path):
+def test_lora_makes_the_adapter_float32_and_leaves_its_base(base, tmp_path):
     def make():
         torch.manual_seed(3)
         config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
@@ -780,10 +795,8 @@ def test_lora_gives_masters_to_the_adapter_alone(base, tmp_path):
 
     model = make()
     whole, trainer = trained("llama", "bf16", tmp_path, model=model)
-    masters = masters_of(model)
-    for p, m in zip(masters.params, masters.master, strict=True):
-        assert p.dtype == torch.bfloat16 and m.dtype == (torch.float32 if p.requires_grad else base)
-        assert (p.data_ptr() == m.data_ptr()) == (not p.requires_grad and base == torch.bfloat16)
+    for p in model.parameters():
+        assert p.dtype == (torch.float32 if p.requires_grad else base)
     resume = str(tmp_path / "checkpoint-3")
     assert_same(trained("llama", "bf16", tmp_path, resume, model=make())[0], whole)
     plain = peft.PeftModel.from_pretrained(make_model("llama").to(base), tmp_path / "checkpoint-6")
