@@ -149,6 +149,7 @@ def _count_states(holding, p, cores):
         for k, v in (core.state.get(p) or {}).items():
             if isinstance(v, Tensor) and v.dim() > 0:
                 holding.add("states", _local(v), f"{k} ")
+
 # %% ../../nbs/diagnose/03_audit.ipynb #b12817e8
 _COMPENSATES = "kahan_comp", "shift", "bf16_stochastic_round"  # optimi, pytorch-optimizer, torchao
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INPUTS', 'WINDOW_LOSS', 'MIN_OWN_SNR', 'MAX_LOST_ENERGY', 'HEADROOM', 'Numbers', 'Errors', 'watch_calls', 'floats',
            'float_copy', 'half_copy', 'same_random_state', 'split_batch', 'ModuleNumbers', 'Settings',
-           'PrecisionReport', 'as_code', 'precision_report', 'policy_for', 'plot_loss_scale']
+           'PrecisionReport', 'keep_more', 'as_code', 'precision_report', 'policy_for', 'plot_loss_scale']
 
 # %% ../../nbs/diagnose/01_report.ipynb #c08a7d4b
 import copy
