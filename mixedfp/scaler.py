@@ -416,7 +416,7 @@ class LossScaler(GradScaler):
             raise RuntimeError("step() has already been called since the last update()")
         masters: Any = getattr(optimizer, "master_step", None)
         if masters is not None:
-            masters.guard = self
+            masters.use(self)
         closure = kwargs.get("closure", args[0] if args else None)
         if callable(closure):
             done = self._step_with(optimizer, closure)

@@ -61,11 +61,16 @@ class MasterStep:
         self.opt, self.core, self.masters = opt, core_of(opt), masters
         policy = masters.policy
         self.is_half = policy.dtype.itemsize == 2
-        self.guard = guard_of(policy)  # replaced by the scaler that steps this optimizer
         self.is_removed = False
         self.extras = {k: o for k, o in (extras or {}).items() if o is not None}
         self.loop = self._make_loop(policy)
-        self._install()
+        self.raw = {k: getattr(self.core, k) for k in ("step", "state_dict", "load_state_dict")}
+        self.before: dict[str, Any] = {}  # the replaced attributes
+        self._install(masters=masters, master_step=self, __reduce_ex__=self._reduce)
+        if self.loop is not None or self.extras:
+            self._install(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
+        self.use(guard_of(policy))  # until a scaler steps this optimizer
+        masters.steps.append(self)
 
     def _make_loop(self, policy):
         takes_chunks = policy.flat_master and self._takes_chunks(policy)
@@ -87,26 +92,20 @@ class MasterStep:
         is_cut = policy.half_grads or policy.state_dtype
         return is_elementwise(self.core) and (not is_fused or bool(is_cut))
 
-    def _install(self):
-        core, own = self.core, vars(self.core)
-        self.raw = {k: getattr(core, k) for k in ("step", "state_dict", "load_state_dict")}
-        names = {"masters": self.masters, "master_step": self, "__reduce_ex__": self._reduce}
-        if self.loop is not None or self.is_guarded:
-            names["step"] = _bound(core, self.step)
-            if self.is_half and isinstance(core, torch.optim.Optimizer):
-                names["_step_supports_amp_scaling"] = True
-        if self.loop is not None or self.extras:
-            names |= dict(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
-        self.before = {k: own.get(k) for k in names}
-        self.installed = names
-        own.update(names)
-        self.masters.steps.append(self)
+    def _install(self, **new):
+        "Replace attributes of the optimizer until `remove`."
+        own = vars(self.core)
+        self.before.update({k: own.get(k) for k in new})
+        own.update(new)
 
-    @property
-    def is_guarded(self) -> bool:
-        "Whether a step may be skipped: in 16 bits, and always in float16, for its scalers."
-        policy = self.masters.policy
-        return self.is_half and (policy.skip_nonfinite or policy.dtype == torch.float16)
+    def use(self, guard: LossScaler) -> None:
+        "Let `guard` decide whether a step is skipped; without one the optimizer's step stays."
+        self.guard = guard
+        is_needed = guard.is_enabled() or self.masters.policy.dtype == torch.float16
+        if "step" not in self.before and (is_needed or self.loop is not None):
+            self._install(step=_bound(self.core, self.step))
+            if self.is_half and isinstance(self.core, torch.optim.Optimizer):
+                self._install(_step_supports_amp_scaling=True)
 
     def remove(self) -> None:
         "Restore the optimizer's own methods; its states become separate tensors."
@@ -235,7 +234,7 @@ class MasterStep:
     def _reduce(self, protocol):
         "Return the reduction to a plain optimizer, for copies and pickles."
         make, args, state, *rest = type(self.core).__reduce_ex__(self.core, protocol)  # pyright: ignore
-        state = {k: v for k, v in state.items() if k not in self.installed}
+        state = {k: v for k, v in state.items() if k not in self.before}
         if "state" in state:  # fastai's Lookahead shares the inner optimizer's
             states = {p: {**s, **self._exported(s)} for p, s in state["state"].items()}
             state["state"] = defaultdict(dict, states)
@@ -338,7 +337,7 @@ class MixedStep:
             is_saved = self.scaler.is_enabled() and not self.scaler.only_checks
             extras = {"loss_scale": self.scaler if is_saved else None, "layer_scales": self.layers}
             self.opt = MasterStep(opt, self.masters, extras)
-            self.opt.guard = self.scaler
+            self.opt.use(self.scaler)
             self.scaler.adopt(self.opt.core)
         return self.opt
 
