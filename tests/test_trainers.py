@@ -43,8 +43,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
+from mixedfp.engine.rounded import Copies
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import masters_of, with_masters
 from mixedfp.scaler import LossScaler
@@ -152,6 +154,8 @@ def by_accelerate(dtype, data, accumulate=2, save=None, resume=None, order=0, **
 class Module(lightning.LightningModule):
     """A net that `training_step` calls by itself, or through `forward`."""
 
+    product = None  # the dtype of the last output of `net[0]`
+
     def __init__(self, through_forward=True, make_opt=None):
         super().__init__()
         self.net, self.through_forward, self.seen = make_net(), through_forward, []
@@ -166,7 +170,6 @@ class Module(lightning.LightningModule):
 
     def loss(self, batch):
         loss = cross_entropy((self if self.through_forward else self.net)(batch[0]), batch[1])
-        assert self.net[0].weight.dtype == torch.float32
         self.seen.append((self.product, float(loss.detach())))
         return loss
 
@@ -686,6 +689,23 @@ def test_accelerate_takes_a_model_that_is_compiled():
     assert accelerator.setup.logs(accelerator.models) == {"skipped_steps": 1}
 
 
+def test_an_average_beside_accelerate_is_of_float32_weights():
+    accelerator, net = use_masters(accelerate.Accelerator(cpu=True), "bf16"), make_net()
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    model, opt = accelerator.prepare(net, SGD(net.parameters(), lr=1e-3))
+    mean = None
+    for x, y in batches():
+        accelerator.backward(cross_entropy(model(x), y))
+        opt.step()
+        opt.zero_grad()
+        average.update_parameters(model)
+        w = net[0].weight.detach()
+        mean = w.clone() if mean is None else mean.lerp_(w, 0.1)
+    torch.testing.assert_close(average.module[0].weight.detach(), mean, rtol=0, atol=1e-6)
+    assert (mean != mean.bfloat16()).float().mean() > 0.9
+    assert masters_of(net)[net[0].weight].data_ptr() == net[0].weight.data_ptr()
+
+
 def test_accelerate_needs_the_model_of_an_optimizer():
     accelerator, net = use_masters(accelerate.Accelerator(cpu=True), "bf16"), make_net()
     with pytest.raises(MixedPrecisionError, match=r"prepare\(model, optimizer\)"):
@@ -765,6 +785,32 @@ def test_the_trainer_compiles_a_model(tmp_path):
     more = dict(torch_compile=True, torch_compile_backend="eager")
     compiled, _ = trained("llama", "bf16", tmp_path, **more)
     assert_same(compiled, trained("llama", "bf16", tmp_path)[0])
+
+
+def test_the_trainer_generates_with_one_set_of_copies(tmp_path, monkeypatch):
+    """Token by token; without a Trainer's evaluation each token has its own."""
+    rounds = []
+    count = Copies.round
+    monkeypatch.setattr(Copies, "round", lambda self: rounds.append(self) or count(self))
+
+    class Generating(transformers.Trainer):
+        def prediction_step(self, model, inputs, *_):
+            how = dict(max_new_tokens=4, min_new_tokens=4, pad_token_id=0, do_sample=False)
+            self.found = self.model.generate(inputs["input_ids"], **how)
+            return torch.zeros(()), None, None
+
+    trainer = trainer_for("llama", tmp_path, max_steps=1, save_strategy="no", eval_strategy="no")
+    trainer.__class__ = Generating
+    use_masters(trainer, "bf16").train()
+    model = trainer.model.eval()
+    batch = {"input_ids": torch.stack([t["input_ids"] for t in texts("llama")])}
+    with torch.no_grad():
+        rounds.clear()
+        trainer.prediction_step(model, batch, True)
+        assert len(rounds) == 1
+        found = trainer.found
+        Generating.prediction_step(trainer, model, batch)
+    assert len(rounds) == 1 + 4 and torch.equal(trainer.found, found)
 
 
 @KIND
