@@ -233,7 +233,7 @@ def kept_parts(
     Parametrizations and local response norms do as well. Raises: TypeError, ValueError as `find_kept`.
     """
     modules, tensors = find_kept(model, keep_fp32)
-    kept, outermost, found = set(modules), [], set(tensors)
+    kept, outermost, found = set(modules), [], set[Any](tensors)
     for m in model.modules():
         if m in found or not (m in kept or isinstance(m, _IN_FLOAT)):
             continue

@@ -175,7 +175,8 @@ class NormForward(PartForward):
     def compute(self, input: Tensor) -> Tensor:  # dtype and shape of `input`
         """Compute the norm."""
         m: Any = self.module
-        x, w, b = input, m.weight, None if isinstance(m, nn.RMSNorm) else m.bias
+        x: Any = input
+        w, b = m.weight, None if isinstance(m, nn.RMSNorm) else m.bias
         if w is not None and w.dtype != x.dtype:
             wide = torch.promote_types(x.dtype, w.dtype)
             x, w, b = (None if t is None else t.to(wide) for t in (x, w, b))

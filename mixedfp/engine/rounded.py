@@ -95,7 +95,7 @@ class Copies:
         "Return the parameters, rounded in one grouped copy."
         copies = [torch.empty_like(p, dtype=self.dtype) for p in self.params]
         if copies:
-            torch._foreach_copy_(copies, self.params)
+            torch._foreach_copy_(copies, self.params)  # pyright: ignore
         return copies
 
     def _tied(self, copies):
@@ -138,7 +138,7 @@ class Copies:
                 if m._parameters.get(name) is params[i]:
                     m.__dict__[name] = copies[i]  # Dynamo does not see writes through `vars(m)`
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Remove the copies, or put back those of the pass around this one."""
         done = self.running.pop()
         for m, name, _ in self.places:
