@@ -22,6 +22,7 @@ from nets import DEVICE, NETS
 from tiny import ELEMENTWISE, OPTIMIZERS, make_dls, make_learner, opt_state, plain, weights
 from torch import nn, optim
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrize import ParametrizationList
 from workflows import FITS, LOOPS
 
 import mixedfp
@@ -421,7 +422,7 @@ class ByHand(Loop):
                 wrapper(m)
         torch.manual_seed(2)
         self.pairs = list(zip(self.half.parameters(), self.model.parameters(), strict=True))
-        wide = (nn.modules.batchnorm._NormBase, nn.Embedding)
+        wide = nn.modules.batchnorm._NormBase, nn.Embedding, ParametrizationList
         wide = [m for m in self.half.modules() if isinstance(m, wide)]
         wide = {p for m in wide for p in m.parameters()}
         for p, m in self.pairs:
@@ -441,7 +442,8 @@ class ByHand(Loop):
         self.used = self.scale
         for p, m in self.pairs:
             if p.grad is not None:
-                m.grad = p.grad.float() if m.grad is None else m.grad + p.grad.float()
+                g = p.grad.to(m.dtype)
+                m.grad = g if m.grad is None else m.grad + g
                 p.grad = None
 
     def scale_by(self, scale, **settings):

@@ -1,4 +1,4 @@
-"""Both copies of the weights: what is in vectors, what is warned of, what a bad file changes."""
+"""The parameters are the masters: whose they are, where they lie, and which dtypes they have."""
 
 import copy
 import gc
@@ -18,27 +18,6 @@ from mixedfp.testing import assert_same
 
 def make_model():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor])
-def test_flat_masters_lie_in_one_vector_whatever_steps_them(make):
-    model = make_model()
-    opt = make(model.parameters())
-    with_masters(model, opt, dtype="bf16", flat_master=True)
-    storages = {m.untyped_storage().data_ptr() for m in opt.masters.master}
-    assert len(opt.masters.vectors) == len(storages) == 2  # 16-bit weights, and those of the norm
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_the_lists_of_a_learner_hold_its_masters(flat):
-    learn = tiny.make_learner().to_bf16(flat_master=flat)
-    learn.create_opt()
-    model, masters = learn.mp_cb.model_params, learn.mp_cb.master_params
-    assert len(model) == len(masters) == 2
-    for ps, ms in zip(model, masters, strict=True):
-        assert len(ms) == (1 if flat else len(ps)) and all(m.dtype == torch.float32 for m in ms)
-        own = torch.cat([learn.opt.masters[p].flatten() for p in ps])
-        assert torch.equal(torch.cat([m.flatten() for m in ms]), own)
 
 
 def fused(params, **kwargs):
@@ -64,29 +43,6 @@ def test_a_fused_optimizer_follows_the_rates_of_groups_and_schedules(to):
         torch.testing.assert_close(runs["flat"][k].float(), v.float(), rtol=0.02, atol=2e-3)
 
 
-def test_weights_beyond_float16_are_named_and_others_are_not(warnings_of):
-    model = make_model()
-    with torch.no_grad():
-        model[2].weight[0, 0] = 1e5
-    with_masters(model, torch.optim.SGD(model.parameters(), 0.1), dtype="fp16")
-    found = [text for text in warnings_of() if "65504" in text]
-    assert len(found) == 1 and found[0].startswith("`2.weight` holds values above 65504")
-
-
-def test_a_loaded_buffer_that_16_bits_cannot_hold_stays_in_float32(warnings_of):
-    model = make_model()
-    model.register_buffer("counts", torch.ones(3))
-    with_masters(model, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16")
-    assert model.counts.dtype == torch.bfloat16
-    state = copy.deepcopy(model.state_dict())
-    model.load_state_dict(state)
-    assert model.counts.dtype == torch.bfloat16 and not warnings_of()
-    state["counts"] = torch.tensor([1.0, 257.0, 3.0])
-    model.load_state_dict(state)
-    assert model.counts.dtype == torch.float32 and model.counts[1] == 257
-    assert "`counts` is loaded with integers beyond 256" in warnings_of()[0]
-
-
 def test_a_file_with_a_broken_loss_scale_changes_nothing():
     learn = tiny.make_learner("adam").to_fp16()
     with learn.no_bar(), learn.no_logging():
@@ -101,36 +57,133 @@ def test_a_file_with_a_broken_loss_scale_changes_nothing():
     assert_same(tiny.opt_state(learn), before)
 
 
-def test_restoring_frees_the_vectors_at_once():
-    """Not only when Python next looks for cycles: they are as large as the model."""
-    model = nn.Linear(4, 4)
-    model, opt = with_masters(model, torch.optim.AdamW(model.parameters()), flat_master=True)
-    model(torch.ones(2, 4)).sum().backward()
+LAYOUTS = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+
+
+def step(model, opt):
+    opt.zero_grad()
+    model(torch.randn(8, 4)).square().sum().backward()
     opt.step()
-    vectors = [weakref.ref(v.master) for v in opt.masters.vectors]
-    gc.disable()
-    try:
-        opt.masters.restore()
-        assert [vector() for vector in vectors] == [None]
-    finally:
-        gc.enable()
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_frozen_16_bit_layer_has_float32_masters_once_it_is_trained(flat):
-    """Its updates are below the distance of two 16-bit numbers, and would be rounded away."""
-    torch.manual_seed(0)
-    model = make_model().bfloat16()
+@LAYOUTS
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_parameters_are_the_users_objects_and_float32(dtype, flat):
+    model = make_model()
+    before = list(model.parameters())
+    opt = torch.optim.AdamW(before)
+    with_masters(model, opt, dtype=dtype, flat_master=flat)
+    for _ in range(2):
+        step(model, opt)
+        for p, was in zip(model.parameters(), before, strict=True):
+            assert p is was and p.dtype == p.grad.dtype == torch.float32
+            assert opt.masters[p].data_ptr() == p.data_ptr()
+    opt.masters.restore()
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert p is was and p.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("how", "is_own"),
+    [
+        (dict(dtype="fp32"), True),
+        (dict(dtype="bf16", skip_nonfinite=False), True),
+        (dict(dtype="bf16"), False),
+        (dict(dtype="fp16"), False),
+    ],
+    ids=str,
+)
+def test_a_step_that_skips_nothing_is_the_optimizers_own(how, is_own):
+    opt = torch.optim.AdamW((model := make_model()).parameters())
+    with_masters(model, opt, **how)
+    assert ("step" not in vars(opt)) == is_own
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_flat_parameters_lie_in_one_vector_and_files_of_parts_are_small(make):
+    model = make_model()
+    opt = make(model.parameters())
+    with_masters(model, opt, dtype="bf16", flat_master=True)
+    step(model, opt)
+    (vector,) = opt.masters.vectors
+    for p in model.parameters():
+        assert torch.equal(vector.view(vector.full, p), p)
+        assert vector.view(vector.full, p).data_ptr() == p.data_ptr()
+        assert p.untyped_storage().nbytes() == 4 * p.numel()
+
+
+@LAYOUTS
+def test_16_bit_weights_are_widened_with_one_warning_and_frozen_ones_stay(flat, warnings_of):
+    """Updates below the distance of two 16-bit numbers are kept once a layer is trained."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).bfloat16()
     model[0].requires_grad_(False)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-5)
     with_masters(model, opt, dtype="bf16", flat_master=flat)
-    weight, x = model[0].weight, torch.randn(8, 4)
-    assert opt.masters[weight].dtype == torch.bfloat16
-    before = weight.detach().float()
+    assert len(warnings_of()) == 1
+    step(model, opt)
+    frozen, before = model[0].weight, model[0].weight.detach().float()
+    assert (frozen.dtype, model[1].weight.dtype) == (torch.bfloat16, torch.float32)
     model[0].requires_grad_(True)
     for _ in range(3):
-        model(x).square().sum().backward()
+        step(model, opt)
+    assert frozen is model[0].weight and frozen.dtype == torch.float32
+    assert 0 < (frozen - before).abs().max() < 1e-4
+
+
+class PackedWeight(nn.Parameter):
+    """Two 4-bit codes a byte, as quantizing libraries keep them, with an attribute of its own."""
+
+    def __new__(cls, data=None, scales=None):
+        self = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, False)
+        self.scales = scales
+        return self
+
+    def __deepcopy__(self, memo):
+        return type(self)(self.data.clone(), self.scales.clone())
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_packed_weights_and_buffers_keep_their_bits(dtype, flat):
+    model = make_model()
+    model.packed = PackedWeight(torch.arange(64, dtype=torch.uint8), torch.rand(16) * 1e-3)
+    model.eights = nn.Parameter(torch.randn(16).to(torch.float8_e4m3fn), requires_grad=False)
+    model.register_buffer("inv_freq", 1e4 ** (-torch.arange(8) / 8))
+    model.register_buffer("turns", torch.polar(torch.ones(8), torch.arange(8) / 3))
+    model.forward = model[:3].forward
+    names = "packed", "eights", "inv_freq", "turns"
+    before = {k: getattr(model, k).detach().clone().view(torch.uint8) for k in names}
+    opt = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    with_masters(model, opt, dtype=dtype, flat_master=flat)
+    step(model, opt)
+    for found in (model, copy.deepcopy(model), opt.masters.float_model()):
+        assert {k: type(getattr(found, k)) for k in names}["packed"] is PackedWeight
+        assert_same({k: getattr(found, k).detach().view(torch.uint8) for k in names}, before)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_step_of_one_optimizer_leaves_the_graph_of_another(dtype, flat):
+    """Both losses come from outputs of both halves, and the first step precedes the second."""
+    halves = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(2)]
+    opts = [torch.optim.AdamW(m.parameters(), 0.01) for m in halves]
+    both = nn.ModuleList(halves)
+    with_masters(both, *opts, dtype=dtype, flat_master=flat)
+    a, b = (m(torch.ones(5, 3)) for m in both)
+    for loss, opt in zip(((a - b.detach()).sum(), (b - a.detach()).abs().sum()), opts, strict=True):
+        before = [p.detach().clone() for p in both.parameters()]
+        loss.backward()
         opt.step()
-        opt.zero_grad()
-    master = opt.masters[weight]
-    assert master.dtype == torch.float32 and 0 < (master - before).abs().max() < 1e-4
+        own = {p for g in opt.param_groups for p in g["params"]}
+        for p, was in zip(both.parameters(), before, strict=True):
+            assert (p in own) or torch.equal(p, was)
+        assert any(not torch.equal(p, w) for p, w in zip(both.parameters(), before, strict=True))
+
+
+def test_the_vectors_are_freed_with_the_model():
+    model = nn.Linear(4, 4)
+    model, opt = with_masters(model, torch.optim.AdamW(model.parameters()), flat_master=True)
+    kept = weakref.ref(model)
+    del model, opt
+    gc.collect()
+    assert kept() is None
