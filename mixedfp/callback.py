@@ -324,8 +324,8 @@ class MixedPrecision(Callback):
         "The 16-bit copies of the same parameters, as a forward pass makes them, for reading."
         copies = self._masters().copies
         copied = set() if copies is None else set(copies.params)
-        dtype = self.mixed.policy.dtype
-        return [[p.detach().to(dtype if p in copied else p.dtype) for p in ps] for ps in self._params()]
+        dtypes = {p: self.mixed.policy.dtype for p in copied}
+        return [[p.detach().to(dtypes.get(p, p.dtype)) for p in ps] for ps in self._params()]
 
     def _params(self):
         second, lists = norm_bias_ids(self.learn.model), []

@@ -230,7 +230,7 @@ def kept_parts(
 ) -> tuple[list[nn.Module], set]:  # modules to run in float32; all that is kept
     """Return the outermost modules that stay in float32, and all modules and parameters that do.
 
-    Parametrizations and local response norms do as well. Raises: TypeError, ValueError as `find_kept`.
+    Parametrizations and local response norms do, too. Raises: TypeError, ValueError.
     """
     modules, tensors = find_kept(model, keep_fp32)
     kept, outermost, found = set(modules), [], set[Any](tensors)

@@ -56,7 +56,7 @@ class MasterStep:
         self,
         opt: Any,  # a torch.optim or fastai optimizer over parameters of the model
         masters: Masters,  # of the model
-        extras: Mapping[str, Any] | None = None,  # saved with the optimizer: loss scale, layer scales
+        extras: Mapping[str, Any] | None = None,  # saved with it: loss scale, layer scales
     ):
         self.opt, self.core, self.masters = opt, core_of(opt), masters
         policy = masters.policy
@@ -307,7 +307,7 @@ class MixedStep:
         self,
         model: nn.Module,  # in float32; cast in place. Can be wrapped in DDP or torch.compile
     ) -> None:
-        "Make `model` compute in 16 bits, or adopt changes since the last call. Raises: as `Masters`."
+        "Make `model` compute in 16 bits, or take its changes up. Raises: as `Masters`."
         ddp = model if isinstance(model, DistributedDataParallel) else None
         model = uncompiled(model if ddp is None else ddp.module)
         if self._masters is not None and not self._has(model):

@@ -54,7 +54,7 @@ def in_memory_order(
 
 
 class Vector:
-    "A vector of memory that holds parameters one after the other; each has a storage of its own."
+    "Parameters that are slices of one vector of memory, each with a storage of its own."
 
     def __init__(self, params: list[Parameter]):  # of one device and dtype
         self.params, self.offsets, n = params, {}, 0
@@ -100,7 +100,7 @@ def lay_out(
 
 
 def is_vectorizable(p: Parameter) -> bool:
-    "Return whether `p` can be in a vector: trained, dense, not empty or scalar, its memory its own."
+    "Return whether `p` can be in a vector: trained, dense, not empty or scalar, not shared."
     is_trained = (p.requires_grad or p.grad is not None) and p.is_floating_point()
     return is_trained and p.dim() > 0 < p.numel() and is_dense(p) and not is_shared(p)
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from .writes import reads_float32, writes_parts
 from ..nested import warn_once
 from ..torch_private import inside_functorch, run_early
-from .writes import reads_float32, writes_parts
 
 # %% ../../nbs/engine/02_rounded.ipynb #r0d00003
 class Round(torch.autograd.Function):
-    "The node from parameters to copies: forward is `master2model`, backward `model_g2master_g`."
+    "The node from parameters to copies: `master2model`, and backward `model_g2master_g`."
 
     @staticmethod
     def forward(ctx, copies, keeps_grads, *params):
@@ -155,7 +155,7 @@ class Copies:
 
     @torch.no_grad()
     def _take_writes(self, copies):
-        "Write what a module has written into its copy to the parameter, and give it no more copies."
+        "Write what a module has written into a copy to the parameter; copy that one no more."
         for i, (p, c) in enumerate(zip(self.params, copies, strict=True)):
             is_same = p.to(c.dtype) == c
             if not is_same.all():

@@ -57,7 +57,8 @@ def _names_in(function: Any) -> frozenset[str]:
             continue
         seen.add(code)
         found.update(code.co_names)
-        found.update(f"{i.argval} =" for i in dis.get_instructions(code) if i.opname == "STORE_ATTR")
+        steps = dis.get_instructions(code)
+        found.update(f"{step.argval} =" for step in steps if step.opname == "STORE_ATTR")
         todo += [(c, around) for c in code.co_consts if isinstance(c, CodeType)]
         others = [around.get(name) for name in code.co_names]
         modules = [o for o in others if inspect.ismodule(o) and o.__name__ != "torch"]
