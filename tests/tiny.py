@@ -229,23 +229,8 @@ def opt_state(learn):
     return state
 
 
-def snapshot(learn):
-    """Return copies of all that training changes."""
-    return {
-        "weights": weights(learn),
-        "opt": opt_state(learn),
-        "frozen": [not p.requires_grad for p in learn.model.parameters()],
-    }
-
-
-def masters(learn):
-    """Return a copy of the float32 masters, in the order of the model's parameters."""
-    state = learn.model.state_dict()
-    return [state[name].detach().clone() for name, _ in learn.model.named_parameters()]
-
-
 def bits(learn):
-    """Return copies of weights, buffers, masters and optimizer state, without touching a thing."""
+    """Return copies of weights, buffers and optimizer state, without touching a thing."""
     model = {k: v.detach().clone() for k, v in learn.model.named_parameters()}
     model |= {k: v.detach().clone() for k, v in learn.model.named_buffers()}
-    return {"model": model, "masters": masters(learn), "opt": opt_state(learn)}
+    return {"model": model, "opt": opt_state(learn)}

@@ -11,8 +11,6 @@ from functools import partial
 
 import fastai.callback.schedule  # noqa: F401, gives Learner fit_one_cycle, fine_tune, lr_find
 import torch
-import torch.nn.functional as F
-from fastai.basics import DataLoaders
 from fastai.callback.channelslast import ChannelsLast
 from fastai.callback.core import (
     CancelBatchException,
@@ -23,7 +21,6 @@ from fastai.callback.core import (
 )
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.losses import LabelSmoothingCrossEntropyFlat
 from fastai.optimizer import Adam
 from nets import DEVICE
 from tiny import Do, torch_optimizer
@@ -114,16 +111,6 @@ def keeping_zero_gradients(run):
 
 
 @loop
-def following_a_schedule(run):
-    schedules = torch.optim.lr_scheduler.StepLR(run.opt, 2, 0.5), None
-    for i in range(5):
-        run.iterate(1, i)
-        for schedule in schedules[:1]:
-            schedule.step()
-    run.see(schedules[0].get_last_lr(), "rates")
-
-
-@loop
 def scheduling_one_cycle(run):
     cycles = any(k in run.opt.defaults for k in ("momentum", "betas"))
     make = torch.optim.lr_scheduler.OneCycleLR
@@ -196,18 +183,6 @@ def editing_gradients(run):
         elif i == 2:
             p.grad.data = p.grad.data * 0.5
         run.step()
-
-
-@loop
-def toggling_as_lightning_does(run):
-    run.iterate(1)
-    head = set(run.model.head.parameters())
-    for group in run.opt.param_groups:
-        for p in group["params"]:
-            p.requires_grad_(p in head or not p.is_floating_point())
-    run.iterate(2)
-    run.train_only("stem", "layers", "head")
-    run.iterate(1)
 
 
 @loop
@@ -286,17 +261,6 @@ def penalizing_gradients(run):
         (g,) = torch.autograd.grad(loss, [p], create_graph=True)
         (loss + g.float().square().sum()).backward()
         run.step()
-
-
-@loop
-def dropping_the_gradients_of_the_model(run):
-    for i in range(3):
-        run.backward(i)
-        run.model.zero_grad()
-        run.backward(i + 1)
-        run.step()
-        for p in run.params:
-            p.grad = None
 
 
 # fastai: lr 0.1 and a weight decay that cannot be overlooked
@@ -386,23 +350,6 @@ def starting_over(learn):
     learn.fit_one_cycle(1, slice(0.01, 0.05), reset_opt=True)
     learn.create_opt()
     learn.fit(1, 0.05, cbs=Do("after_batch", lambda learn: learn.create_opt(), at=1))
-
-
-@fit
-def starting_at_a_later_epoch(learn):
-    learn.fit(0)
-    learn.fit_one_cycle(2, 0.05, start_epoch=1)
-
-
-@fit
-def looking_on(learn):
-    look = [Do(event, _look) for event in ("before_step", "after_step", "after_batch")]
-    learn.fit(2, 0.05, wd=0.5, cbs=look)
-
-
-def _look(learn):
-    learn.opt.state_dict(), learn.model.state_dict(), repr(learn.opt)
-    assert learn.opt.param_lists[0][0] is next(learn.model.parameters())
 
 
 @fit
@@ -515,15 +462,6 @@ def setting_hypers(learn):
 
 
 @fit
-def changing_data_and_loss(learn):
-    learn.fit(1, 0.05, wd=0.1)
-    learn.dls = DataLoaders(*(dl.new(bs=2) for dl in learn.dls.loaders))
-    learn.loss_func = LabelSmoothingCrossEntropyFlat()
-    other = Do("after_batch", lambda learn: setattr(learn, "loss_func", F.cross_entropy), at=1)
-    learn.fit(1, 0.05, cbs=other)
-
-
-@fit
 def changing_the_defaults(learn):
     learn.lr, learn.wd, learn.moms = 0.02, 0.3, (0.5, 0.25, 0.5)
     learn.fit_one_cycle(1)
@@ -549,17 +487,6 @@ def changing_optimizer_and_splitter(learn):
 @fit
 def evaluating_while_training(learn):
     learn.fit(2, 0.05, wd=0.1, cbs=Do("before_batch", lambda learn: learn.model.eval(), at=1))
-
-
-@fit
-def taking_callbacks_off_for_a_block(learn):
-    clip = GradientClip(0.1)
-    with learn.added_cbs([clip]):
-        learn.fit(1, 0.05, wd=0.1)
-    learn.add_cb(clip)
-    with learn.removed_cbs(clip), learn.no_bar(), learn.no_logging():
-        learn.fit(1, 0.05)
-    learn.remove_cb(GradientClip)
 
 
 @fit
