@@ -34,6 +34,12 @@ def test_dynamo_leaves_a_function_alone():
     assert private.outside_of_dynamo(double)(2) == 4
 
 
+def test_the_compiler_is_seen_once_it_is_imported():
+    import torch._dynamo  # noqa: F401
+
+    assert private.has_dynamo()
+
+
 def test_the_module_inside_of_a_compiled_one_is_found():
     model = nn.Linear(1, 1)
     assert private.uncompiled(torch.compile(model)) is model

@@ -9,7 +9,6 @@ __all__ = ['NOT_AGAIN', 'Overflow', 'random_state', 'find_overflow']
 import math
 import os
 import random
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,6 +24,7 @@ import mixedfp
 from ..cast import Policy, kept_parts, to_float
 from . import report
 from ..nested import map_tensors
+from ..torch_private import has_dynamo
 
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a0008
 @dataclass(frozen=True, repr=False)
@@ -210,8 +210,7 @@ class _Run:
     def __call__(self, watch=None, is_strict=False) -> _Trace:
         """Run forward, loss and backward up to the first bad number."""
         trace, device = _Trace(watch, is_strict), next(self.model.parameters()).device
-        has_compiled = "torch._dynamo" in sys.modules  # else no part of the model is compiled
-        eager = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if has_dynamo() else nullcontext()
         twins = report.half_copy(self.model, self.policy)
         with twins as twin, report.same_random_state(device), eager:
             torch.set_rng_state(self.rng[0])
