@@ -115,7 +115,7 @@ def test_the_reference_shows_what_stands_behind_parameters():
     assert 'id="learner.to_fp16"' in text and "the constant scale, or the initial one" in text
     assert "kwargs" not in text
     text = (SITE / "api/optimizer.html").read_text(encoding="utf-8")
-    assert 'id="with_masters"' in text and "masters in a few long vectors" in text
+    assert 'id="with_masters"' in text and "parameters in a few long vectors" in text
 
 
 def test_every_page_is_readable_on_a_desk_and_on_a_phone(browser):
