@@ -11,6 +11,8 @@ from torch import nn
 
 import mixedfp.callback  # noqa: F401, gives Learner to_fp16
 from mixedfp.checkpoint import Checkpoint
+from mixedfp.layerwise import LayerwiseGradientScaler
+from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same
 
 BY_HAND = {"0": 2.0**4, "4": 2.0**-4, "5": 2.0**3, "10": 2.0**7}
@@ -134,3 +136,25 @@ def test_wrong_scales_raise_and_the_model_is_as_it_was(layer_scales, error, word
     assert_same(weights(learn), before)
     assert n_hooks(learn.model) == n_hooks(conv_net())
     learn.fit(1, 0.01)
+
+
+class Faint(nn.Module):
+    """Return the input; its gradient is below float16's smallest number, 2**-24."""
+
+    def forward(self, x):
+        return x * 2.0**-13 * 2.0**-13 + x.detach()
+
+
+def test_over_a_model_with_masters_gradients_leave_a_layer_in_float32():
+    """A scaler in a loop traces the model after `with_masters` has given it copies."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Faint(), nn.Linear(4, 2)), torch.ones(3, 4)
+    model(x).sum().backward()
+    exact = model[0].weight.grad
+    model.zero_grad()
+    with_masters(model, torch.optim.SGD(model.parameters(), 0.1), dtype="fp16")
+    layers = LayerwiseGradientScaler(model, {"0": 2.0**16, "1": 2.0**16})
+    layers.scale()
+    model(x).sum().backward()
+    layers.unscale()
+    torch.testing.assert_close(model[0].weight.grad, exact, rtol=2**-7, atol=0)

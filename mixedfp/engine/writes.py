@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..layerwise import has_scale
 from ..torch_private import NORMS
 
 # %% ../../nbs/engine/01a_writes.ipynb #w0d00003
@@ -103,7 +104,8 @@ def reads_float32(module: nn.Module) -> bool:
     What is written into a copy through `.data` would be lost, and no version would show it.
     """
     hooks = module._forward_pre_hooks.values()
-    if isinstance(module, _KINDS) or any(
+    # the gradients of a layer with a scale leave it in float32, as autocast's casts are inside it
+    if isinstance(module, _KINDS) or has_scale(module) or any(
         type(h).__module__.startswith("torch.nn.utils") for h in hooks
     ):  # these compute a weight from float32 originals
         return True
