@@ -33,7 +33,7 @@ from .rounded import Copies
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, warn_once
-from ..torch_private import NORMS, without_autocast, uncompiled
+from ..torch_private import NORMS, uncompiled, without_autocast
 
 # %% ../../nbs/engine/03_forward.ipynb #81b170f7
 class PassForward(WrappedForward):
