@@ -6,8 +6,8 @@
 __all__ = ['NORMS', 'outside_of_dynamo', 'has_dynamo', 'uncompiled', 'hooks_around_step', 'sequence_number', 'run_early',
            'next_sequence_number', 'backward_id', 'may_hook_saved_tensors', 'saved_tensors_hooks_now', 'cpu_has_bf16',
            'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each', 'unscale_each_', 'inside_functorch',
-           'without_autocast', 'is_shared', 'apply_to_own', 'count_as_stepped', 'as_known_to_schedules',
-           'unscales_by_itself', 'mp_policy']
+           'can_compile_copies', 'without_autocast', 'is_shared', 'apply_to_own', 'count_as_stepped',
+           'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
 
 # %% ../nbs/03a_torch_private.ipynb #d88b67e4
 import sys
@@ -113,6 +113,11 @@ def inside_functorch() -> bool:
     if torch.compiler.is_compiling():  # the stack would be a constant of the graph
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def can_compile_copies() -> bool:
+    "Return whether Dynamo can trace attributes that a pass sets and removes: tried with 2.14."
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
 
 def without_autocast(kind: str) -> Any:  # of a device, such as "cuda"

@@ -86,8 +86,12 @@ class HalfForward(PassForward):
                 if not self.policy.autocast:
                     args, kwargs = cast_floats((args, kwargs), self.policy.dtype)
                 autocast, on_cpu = self._modes()
-                with self.copies, autocast, on_cpu:
-                    out = self.own(*args, **kwargs)
+                self.copies.__enter__()  # older compilers enter no context made outside of a graph
+                try:
+                    with autocast, on_cpu:
+                        out = self.own(*args, **kwargs)
+                finally:
+                    self.copies.__exit__()
                 return to_float(out)
             except RuntimeError as e:
                 self._explain(e)

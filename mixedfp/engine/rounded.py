@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from .writes import reads_float32, writes_parts
 from ..nested import warn_once
-from ..torch_private import inside_functorch, run_early
+from ..torch_private import can_compile_copies, inside_functorch, run_early
 
 # %% ../../nbs/engine/02_rounded.ipynb #r0d00003
 class Round(torch.autograd.Function):
@@ -29,9 +29,11 @@ class Round(torch.autograd.Function):
         """Return `copies`, which were rounded from `params`."""
         ctx.set_materialize_grads(False)
         ctx.keeps_grads = keeps_grads
-        frozen = [c for c, p in zip(copies, params, strict=True) if not p.requires_grad]
+        # Dynamo needs tensors that are made here
+        out = [c.detach() for c in copies] if is_compiling() else copies
+        frozen = [c for c, p in zip(out, params, strict=True) if not p.requires_grad]
         ctx.mark_non_differentiable(*frozen)
-        return tuple(copies)
+        return tuple(out)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -46,6 +48,7 @@ class Round(torch.autograd.Function):
         return None, None, *(None if g is None else next(each) for g in grads)
 
 # %% ../../nbs/engine/02_rounded.ipynb #r0d00007
+_COMPILES = can_compile_copies()
 GROUP = 2**21  # numbers: DDP can send the gradients of a group while the backward pass goes on
 
 
@@ -121,8 +124,9 @@ class Copies:
             if is_eager and not self.running and sum(map(len, self.hooks)) != self.n_hooks:
                 self.find()  # a new hook may write weights
             copies, before = [], []
-            # `vmap` cannot pass through a node of ours; there autocast casts
-            if self.params and not inside_functorch() and not torch.jit.is_tracing():
+            # `vmap` and older compilers cannot trace a node of ours; there autocast casts
+            is_off = inside_functorch() or torch.jit.is_tracing() or not (is_eager or _COMPILES)
+            if self.params and not is_off:
                 outer = self.running[-1].copies if self.running else ()
                 copies = self._tied([c.detach() for c in outer] or self.round())
             if self.running:
