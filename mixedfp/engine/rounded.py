@@ -129,7 +129,7 @@ class Copies:
             if self.params and not is_off:
                 outer = self.running[-1].copies if self.running else ()
                 copies = self._tied([c.detach() for c in outer] or self.round())
-            if self.running:
+            if self.running and copies:
                 before = [vars(m).get(name) for m, name, _ in self.places]
             self.running.append(_Pass(copies, before, _versions(copies), is_eager))
         except BaseException:
@@ -145,7 +145,7 @@ class Copies:
     def __exit__(self, *error: Any) -> None:
         """Remove the copies, or put back those of the pass around this one."""
         done = self.running.pop()
-        for m, name, _ in self.places:
+        for m, name, _ in self.places if done.copies else ():
             m.__dict__.pop(name, None)
         for (m, name, _), was in zip(self.places, done.before, strict=False):
             if was is not None:
