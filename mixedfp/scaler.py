@@ -13,6 +13,7 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -104,9 +105,12 @@ def any_nonfinite(
 ) -> bool:
     "Return whether any of `grads` contains inf or nan. Sync: one read per device."
     kinds, flags, norms = defaultdict(list), defaultdict(list), defaultdict(list)
-    for g in grads:
-        is_usual = type(g) is Tensor and not (g.is_sparse or g.is_complex())
-        for part in (g,) if is_usual else _for_kernel(g):
+    forms = set(map(_form, grads))  # most often there is one
+    is_usual = all(kind is Tensor and layout is torch.strided for kind, layout, *_ in forms)
+    if len(forms) == 1 and is_usual and not grads[0].is_complex():
+        kinds[grads[0].device, grads[0].dtype] = grads
+    else:
+        for part in (part for g in grads for part in _for_kernel(g)):
             kinds[part.device, part.dtype].append(part)
     for (device, dtype), parts in kinds.items():
         if dtype == torch.bfloat16 and device.type == "cuda":  # not supported by the kernel
@@ -124,6 +128,9 @@ def any_nonfinite(
         if any(read[:n]) or not all(map(math.isfinite, read[n:])):
             return True
     return False
+
+
+_form = attrgetter("__class__", "layout", "device", "dtype")
 
 
 def _for_kernel(grad):

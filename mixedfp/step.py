@@ -127,9 +127,15 @@ class MasterStep:
         self,
         closure: Callable[[], Any] | None = None,  # recomputes the gradients, returns the loss
     ) -> Any:  # the result of the optimizer's own step
-        "Step the masters and round them into the model, or skip."
+        "Step the parameters, or skip. Raises: MixedPrecisionError inside of a forward pass."
         if self.is_removed:
             return self.raw["step"](*(() if closure is None else (closure,)))
+        copies = self.masters.copies
+        if copies is not None and copies.is_inside():
+            raise MixedPrecisionError(
+                "a step inside computing(model) or a forward pass would leave the 16-bit copies "
+                "as they are: end the block before the step"
+            )
         guard, loss = self.guard, None
         count_as_stepped(self.core)
         if closure is not None and evaluates_once(self.core):
@@ -198,8 +204,6 @@ class MasterStep:
 
     def _end(self):
         self.masters.snapshot.end(len(self.masters.steps))
-        if self.masters.copies is not None:
-            self.masters.copies.refresh()
 
     # --- files and copies ---
 

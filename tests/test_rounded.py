@@ -762,13 +762,42 @@ def test_methods_compute_in_16_bits_only_when_asked_to(dtype, flat, n_rounded):
         assert n_rounded() == 1
         half(X).sum().backward()
         assert n_rounded() == 1
-        opt.step()
-        assert n_rounded() == 2
-        assert_same(half.decoder.bias.float(), opt.masters.params[3].to(ys[0].dtype).float())
-        assert not torch.equal(half.decode(X), ys[0])
-        [half.decode(X + i) for i in range(5)]
-        assert n_rounded() == 2
+        before = [p.clone() for p in half.parameters()]
+        with pytest.raises(MixedPrecisionError, match="end the block before the step"):
+            opt.step()
+        assert all(map(torch.equal, before, half.parameters()))
+    opt.step()
+    assert not any(map(torch.equal, before, half.parameters()))
     assert half.decode(X).dtype == half.decoder.weight.dtype == FULL and is_clean(half)
     with pytest.raises(ValueError), computing(half):
         raise ValueError
     assert is_clean(half)
+
+
+@flats
+def test_of_writes_inside_a_block_only_those_to_copies_reach_parameters(flat):
+    half, _ = mixed(net(), flat_master=flat)
+    first, last = half[0].weight, half[3].weight
+    with computing(half), torch.no_grad():
+        last.mul_(2)  # the parameter: float32 keeps all of its digits
+        doubled = last.clone()
+        half[0].weight.clamp_(-0.125, 0.125)  # the copy
+    assert_same(half[3].weight, doubled)
+    assert first.abs().max() == 0.125 and is_clean(half)
+
+
+@pytest.mark.parametrize(
+    "act, has_copy", [(F.relu, True), (torch.tanh, True), (torch.linalg.inv, False), (None, False)]
+)
+def test_a_function_that_a_module_holds_is_read_as_its_own_code(act, has_copy):
+    class Held(OnWeight):
+        def __init__(self):
+            super().__init__()
+            self.act = act or (lambda w: w.take(torch.tensor([[0, 5], [5, 0]])))
+
+        def forward(self, x):
+            return x[:, :2] @ self.act(self.weight)[:2, :2]
+
+    full, half, opt = pair(Held)
+    assert_trains_alike(full, half)
+    assert bool(opt.masters.copies.places) == has_copy

@@ -30,6 +30,7 @@ from mixedfp.cast import (
 )
 from .in_float32 import InFloat32, has_arithmetic
 from .rounded import Copies
+from .writes import uses
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, warn_once
@@ -57,8 +58,8 @@ class HalfForward(PassForward):
 
     Inputs arrive unchanged; `torch.autocast` casts them where a product needs it, as it casts the
     weights that have no copies. With `policy.autocast` off, inputs are cast. 16-bit outputs become
-    float32. On a CPU `InFloat32` is also on. After any exception modes are off and copies gone. In
-    float32 nothing is cast.
+    float32. On a CPU `InFloat32` is on where it is needed. After any exception modes are off and
+    copies gone. In float32 nothing is cast.
     Raises: MixedPrecisionError for a constant in the model beyond float16's range.
     """
 
@@ -74,6 +75,12 @@ class HalfForward(PassForward):
         self.policy, self.copies, self.layers, self.masters = policy, copies, layers, masters
         emulates = not policy.native and not has_arithmetic("cpu", policy.dtype)
         self.on_cpu = InFloat32(policy.dtype, emulates)
+        own = {m for m, _, _ in copies.places if _is_own(m)} if copies is not None else set()
+        # a mode costs 7 us for each function: it is on where one of its functions may be called
+        self.needs_mode = emulates or policy.dtype == torch.float16 or any(
+            m in own or isinstance(m, _COVERED) or uses(m, self.on_cpu.names)
+            for m in module.modules()
+        )
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
@@ -124,7 +131,7 @@ class HalfForward(PassForward):
                 "a GPU, at about the speed of float32. native=True uses PyTorch's own kernels, "
                 "which are mostly slower"
             )
-        return autocast, self.on_cpu if device == "cpu" else nullcontext()
+        return autocast, self.on_cpu if device == "cpu" and self.needs_mode else nullcontext()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -135,6 +142,14 @@ class HalfForward(PassForward):
         autocast, on_cpu = self._modes()
         with self.copies, autocast, on_cpu:
             yield
+
+
+_COVERED = nn.RNNBase, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.Sigmoid
+
+
+def _is_own(m):
+    "Return whether `m` may do more with its weights than multiply by them."
+    return not type(m).__module__.startswith("torch.nn.") or isinstance(m, nn.PReLU)
 
 # %% ../../nbs/engine/03_forward.ipynb #f0a4n0rm
 class PartForward(PassForward):
@@ -250,8 +265,7 @@ def install_forward(
             names[m].append(name)
         wrappers = dict(wrapped_modules(model))
         for m in model.modules():
-            is_own = not type(m).__module__.startswith("torch.nn.") or isinstance(m, nn.PReLU)
-            kind = wrappers.get(m, PartForward if is_own and m in names else None)
+            kind = wrappers.get(m, PartForward if m in names and _is_own(m) else None)
             if m in kept or "forward" in vars(m) or kind is None:
                 continue
             if kind is EmbeddingForward:

@@ -67,6 +67,7 @@ _IN_FLOAT_ON_CUDA = frozenset(
     softplus sum tan triplet_margin_loss""".split()
 )
 _WIDEST = frozenset("dot vdot inner bilinear tensordot".split())
+_LOOKUPS = frozenset("embedding embedding_bag __getitem__".split())
 
 # %% ../../nbs/engine/01_in_float32.ipynb #f32mode1
 class InFloat32(TorchFunctionMode):
@@ -89,19 +90,18 @@ class InFloat32(TorchFunctionMode):
         self.dtype, self.products, self.in_checkpoints = dtype, products, in_checkpoints
         is_fp16 = dtype == torch.float16
         self.in_float = _IN_FLOAT | _IN_FLOAT_ON_CUDA if is_fp16 else _IN_FLOAT
-        self.names = _RECURRENT | self.in_float | (PRODUCTS if products else frozenset())
+        self.names = _RECURRENT | self.in_float | _LOOKUPS | (PRODUCTS if products else set())
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, in float32 if the mode covers it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        is_lookup = self._is_lookup(args, kwargs)
-        if name not in self.names and not is_lookup:
+        if name not in self.names:
             return func(*args, **kwargs)
         # `out=` and products in an exported program stay native
         is_native = kwargs.get("out") is not None or (name in PRODUCTS and is_exporting())
         if is_native or (_is_checkpointed() and not self.in_checkpoints):
             return func(*args, **kwargs)
-        if is_lookup:
+        if name in _LOOKUPS and self._is_lookup(args, kwargs):
             return self._look_up(func, args, kwargs)
         is_autocast = torch.is_autocast_enabled("cpu")
         if is_autocast and name in self.in_float:
@@ -111,7 +111,7 @@ class InFloat32(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_lookup(self, args, kwargs):
-        "Return whether the copy of a trained weight is read by integer indices, which may repeat."
+        "Return whether the copy of a trained weight is read by integer indices."
         if not torch.is_grad_enabled():
             return False
         both = (*args, *kwargs.values())

@@ -57,7 +57,7 @@ class _Pass(NamedTuple):
 
     copies: list[Tensor]  # in the order of `Copies.params`; empty where autocast casts
     before: list[Any]  # what each place held, in a pass inside another
-    version: int  # the sum of the versions of `copies`; a write changes it
+    version: int  # of each of `copies`; a write raises it
     is_eager: bool  # else Dynamo compiles it: no lock, no versions
 
 
@@ -131,7 +131,8 @@ class Copies:
                 copies = self._tied([c.detach() for c in outer] or self.round())
             if self.running and copies:
                 before = [vars(m).get(name) for m, name, _ in self.places]
-            self.running.append(_Pass(copies, before, _versions(copies), is_eager))
+            version = copies[0]._version if copies and _counts_writes(copies) else -1
+            self.running.append(_Pass(copies, before, version, is_eager))
         except BaseException:
             if is_eager:
                 self.lock.release()
@@ -152,15 +153,19 @@ class Copies:
                 m.__dict__[name] = was
         if done.is_eager:
             try:
-                if not self.running and _versions(done.copies) != done.version:
-                    self._take_writes(done.copies)
+                if not self.running and done.version >= 0:
+                    versions = list(map(_version, done.copies))
+                    if versions.count(done.version) != len(versions):
+                        self._take_writes(done, versions)
             finally:
                 self.lock.release()
 
     @torch.no_grad()
-    def _take_writes(self, copies):
+    def _take_writes(self, done, versions):
         "Write what a module has written into a copy to the parameter; copy that one no more."
-        for i, (p, c) in enumerate(zip(self.params, copies, strict=True)):
+        for i, (p, c) in enumerate(zip(self.params, done.copies, strict=True)):
+            if versions[i] == done.version:
+                continue
             is_same = p.to(c.dtype) == c
             if not is_same.all():
                 p.copy_(torch.where(is_same, p, c.to(p.dtype)))
@@ -171,17 +176,18 @@ class Copies:
                 )
         self.find()
 
-    def refresh(self) -> None:
-        "After a step inside `computing`: round the parameters again."
-        if self.running:
-            self.__exit__()
-            self.__enter__()
+    def is_inside(self) -> bool:
+        "Return whether this thread is inside of a pass."
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return bool(self.running)
+        finally:
+            self.lock.release()
 
 
 _version = attrgetter("_version")
 
 
-def _versions(tensors):
-    if is_compiling() or not tensors or tensors[0].is_inference():
-        return 0
-    return sum(map(_version, tensors))
+def _counts_writes(copies):
+    return not is_compiling() and not copies[0].is_inference()
