@@ -105,7 +105,7 @@ class MixedPrecision(Callback):
             scaler = guard_of(policy, max_skips=max_skips)
         self.mixed = MixedStep(policy, scaler, layer_scales)
         self._last_loss: Any = None  # the previous batch's loss
-        self._suspect: Any = None  # the last skipped batch
+        self._suspects: list[tuple] = []  # the last skipped batch, and those that may be skipped
         self._random_state: Any = None  # before this batch; recorded after the first skip
 
     def _join(self, learn):
@@ -196,7 +196,7 @@ class MixedPrecision(Callback):
             self._wrap_opt()
         if not self.training:
             return
-        if self._suspect is not None:
+        if self.mixed.scaler.has_skipped:
             self._random_state = random_state(next(self.model.parameters()).device)
         self.mixed.begin()
 
@@ -215,10 +215,21 @@ class MixedPrecision(Callback):
 
     def before_step(self) -> None:
         "Unscale and check the gradients; skip the step if any is inf or nan."
-        if not self.mixed.unscale():
-            self._suspect = self._this_batch()
+        self.mixed.unscale()
+        if self.mixed.found is not False:
+            self._suspects = [*self._skipped(), (self._this_batch(), self.mixed.found)]
+        if self.mixed.found is True:
             self.mixed.skip()
             raise CancelStepException
+
+    def _skipped(self, waits=False):
+        "Return the last suspect that was skipped, and later ones that the host knows nothing of."
+        found = []
+        for suspect, flag in self._suspects:
+            is_known = flag is True or waits or flag.is_ready()
+            if not is_known or flag:
+                found = [*(found if not is_known else []), (suspect, flag)]
+        return found
 
     def after_step(self) -> None:
         "Update the loss scale."
@@ -252,9 +263,8 @@ class MixedPrecision(Callback):
     # --- the source of an inf ---
 
     def _this_batch(self):
-        batch, step = (self.xb, self.yb), self.mixed.record.n_steps
-        scale = self.mixed.scaler.used_scale
-        return _Suspect(batch, self.loss_func, scale, self._random_state, step)
+        batch, scaler = (self.xb, self.yb), self.mixed.scaler
+        return _Suspect(batch, self.loss_func, scaler.used, self._random_state, scaler.n_steps)
 
     def find_overflow(
         self,
@@ -264,7 +274,7 @@ class MixedPrecision(Callback):
 
         Raises: MixedPrecisionError if no step was skipped and no batch is given.
         """
-        it = self._suspect
+        it = next((suspect for suspect, _ in self._skipped(waits=True)), None)
         if batch is not None:
             it = _Suspect(batch, self.learn.loss_func, self.loss_scale, None, None)
         elif it is None:
@@ -346,7 +356,7 @@ class MixedPrecision(Callback):
 
     def __getstate__(self) -> dict:
         """Return the state for a copy or pickle, without the batch."""
-        return vars(self) | dict(_suspect=None, _random_state=None)
+        return vars(self) | dict(_suspects=[], _random_state=None)
 
     def __repr__(self) -> str:
         """Return the main settings."""

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NORMS', 'outside_of_dynamo', 'has_dynamo', 'uncompiled', 'hooks_around_step', 'sequence_number', 'run_early',
            'next_sequence_number', 'backward_id', 'may_hook_saved_tensors', 'saved_tensors_hooks_now', 'cpu_has_bf16',
-           'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each', 'unscale_each_', 'inside_functorch',
+           'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each', 'unscale_each_', 'update_scale_', 'inside_functorch',
            'can_compile_copies', 'without_autocast', 'is_shared', 'apply_to_own', 'count_as_stepped',
            'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
 
@@ -107,6 +107,21 @@ def unscale_each_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
     "Multiply `grads` (one device and dtype) by `inv_scale`; set `found_inf` if any is nonfinite."
     with torch.no_grad():
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+
+
+def update_scale_(
+    scale: Tensor,  # (), float32
+    growth: Tensor,  # (), int32: steps without a skip
+    found_inf: Tensor,  # (), float32: above 0 for a skip
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    "Back `scale` off after a skip, or let it grow, as `GradScaler` does."
+    rule = growth_factor, backoff_factor, growth_interval
+    torch._amp_update_scale_(scale, growth, found_inf, *rule)
+
 
 def inside_functorch() -> bool:
     "Return whether a transformation of `torch.func` is running, such as `vmap` or `grad`."

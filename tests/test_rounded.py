@@ -91,9 +91,11 @@ class Nested(nn.Module):
 
     def forward(self, x, depth=1):
         y = self.linear(x)
+        outer = self.linear.weight
         if depth:
             with torch.set_grad_enabled(self.with_grad):
                 y = y + self(y, depth - 1)
+        assert self.linear.weight is outer  # the copy of this pass is back
         return y + self.linear(y)
 
 
@@ -103,6 +105,14 @@ def test_a_model_called_inside_its_own_pass_shares_the_copies(with_grad, flat, n
     full, half, _ = pair(Nested, with_grad, flat_master=flat)
     assert_trains_alike(full, half)
     assert n_rounded() == 1
+
+
+@both
+def test_gradients_of_many_passes_inside_one_block_are_summed_in_float32(dtype):
+    half, _ = mixed(nn.Linear(1, 1, bias=False), dtype)
+    with computing(half):
+        sum(half(torch.ones(1, 1)).sum() for _ in range(4000)).backward()
+    assert half.weight.grad.item() == 4000  # 256 in bfloat16, 2048 in float16
 
 
 @flats
@@ -772,6 +782,24 @@ def test_methods_compute_in_16_bits_only_when_asked_to(dtype, flat, n_rounded):
     with pytest.raises(ValueError), computing(half):
         raise ValueError
     assert is_clean(half)
+
+
+@flats
+def test_a_written_copy_changes_only_the_numbers_that_were_written(flat, warnings_of):
+    half, _ = mixed(net(), flat_master=flat)
+    before, dtypes = half[0].weight.detach().clone(), []
+
+    def first_row(module, inputs, output):
+        dtypes.append(module.weight.dtype)
+        with torch.no_grad():
+            module.weight[0] = 0.5
+
+    half[0].register_forward_hook(first_row)
+    for _ in range(3):
+        half(X)
+    assert (half[0].weight[0] == 0.5).all() and dtypes == [torch.bfloat16, FULL, FULL]
+    assert_same(half[0].weight[1:].detach(), before[1:])  # with all digits of float32
+    assert sum("was written in the forward pass" in text for text in warnings_of()) == 1
 
 
 @flats

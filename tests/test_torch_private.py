@@ -100,6 +100,14 @@ def test_operations_take_lists():
     assert found_inf == 1
 
 
+def test_a_scale_grows_and_backs_off():
+    scale, growth = torch.tensor(8.0), torch.tensor(1, dtype=torch.int32)
+    private.update_scale_(scale, growth, torch.tensor(0.0), 2.0, 0.5, 2)
+    assert (scale, growth) == (16.0, 0)
+    private.update_scale_(scale, growth, torch.tensor(1.0), 2.0, 0.5, 2)
+    assert (scale, growth) == (8.0, 0)
+
+
 def test_a_modules_own_tensors_are_changed():
     model = nn.Sequential(nn.Linear(1, 1))
     private.apply_to_own(model, torch.Tensor.half)

@@ -14,10 +14,13 @@ if "simulated_cuda.device" not in sys.modules:
 sys.path.append(str(ROOT / "bench"))
 import traffic  # noqa: E402
 from networks import LM, loss_of  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.amp import GradScaler  # noqa: E402
 
 from mixedfp.diagnose import memory_of  # noqa: E402
 from mixedfp.optimizer import with_masters  # noqa: E402
-from mixedfp.scaler import any_nonfinite  # noqa: E402
+from mixedfp.scaler import LossScaler, any_nonfinite  # noqa: E402
+from mixedfp.step import MixedStep  # noqa: E402
 
 allocated = traffic.device.allocated
 EACH, FLAT, HALF, SMALLEST = list(traffic.MODES)[1:]
@@ -33,11 +36,12 @@ LIMITS = {
     "lm": {
         EACH: (0.53, 0.91, 1.01),
         FLAT: (0.53, 0.91, 1.01),
-        HALF: (0.57, 0.89, 1.01),
-        SMALLEST: (0.62, 1.07, 0.92),
+        HALF: (0.58, 0.89, 1.01),
+        SMALLEST: (0.63, 1.07, 0.92),
     },
     "vit": {FLAT: (0.54, 0.82, 0.92), SMALLEST: (0.56, 0.90, 0.86)},
-    "resnet": {FLAT: (0.83, 1.04, 1.01), SMALLEST: (0.86, 1.11, 0.95)},
+    # the buffers of a skipped step are restored on the device: 11 launches
+    "resnet": {FLAT: (0.85, 1.04, 1.01), SMALLEST: (0.87, 1.11, 0.95)},
 }
 
 
@@ -50,7 +54,7 @@ def test_a_step_keeps_to_its_share_of_autocast(name):
         found = [ours[k] / plain[k] for k in ("launches", "moved_mb", "peak_mib")]
         print(name, mode, [round(f, 3) for f in found])
         assert all(f <= limit for f, limit in zip(found, limits, strict=True)), (found, limits)
-        assert ours["waits"] == 1  # for the check
+        assert ours["waits"] == (mode in (HALF, SMALLEST))  # chunks read what the check found
         assert ours["products"] == plain["products"]
         assert_is_what_the_page_shows(ours)
 
@@ -71,14 +75,45 @@ def test_a_block_casts_no_weight_and_the_lesson_draws_what_is_counted():
     assert found == kept["block"] or kept["about"]["torch"] != torch.__version__
 
 
-def test_the_check_takes_at_most_four_launches_and_one_read():
+def test_the_check_takes_at_most_five_launches_and_one_read():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         grads = [torch.empty(2**16, dtype=dtype, device="cuda") for _ in range(90)]
         with traffic.Traffic():
             before = traffic.device.counts()
             any_nonfinite(grads)
             found = traffic.device.counts() - before
-        assert found.launches <= 4 and found.waits == 1, (dtype, found)
+        assert found.launches <= 5 and found.waits == 1, (dtype, found)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler", "a Learner"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_with_a_fused_optimizer_no_step_waits(dtype, kind, flat):
+    model, x = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8)).cuda(), torch.ones(4, 8).cuda()
+    opt = torch.optim.AdamW(model.parameters(), fused=True)
+    with_masters(model, opt, dtype=dtype, flat_master=flat)
+    make = {"LossScaler": LossScaler, "GradScaler": GradScaler}.get(kind)
+    scaler = LossScaler(enabled=False) if make is None else make("cuda")
+    if kind == "a Learner":
+        mixed = MixedStep(opt.masters.policy)
+        opt.masters.restore()
+        mixed.attach(model), mixed.wrap(opt)
+    waits = []
+    for _ in range(4):
+        before = traffic.device.counts()
+        if kind == "a Learner":  # what its events call
+            mixed.begin()
+            mixed.scale(model(x).square().mean()).backward()
+            assert mixed.unscale()
+            opt.step()
+            mixed.update()
+        else:
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+        opt.zero_grad()
+        waits.append((traffic.device.counts() - before).waits)
+    assert waits[1:] == [0, 0, 0]
 
 
 SETTINGS = {

@@ -8,10 +8,14 @@ __all__ = ['BufferSnapshot']
 # %% ../../nbs/engine/04_buffers.ipynb #b939a473
 import math
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from .writes import uses
+from ..torch_private import NORMS
 
 # %% ../../nbs/engine/04_buffers.ipynb #de4639b8
 class BufferSnapshot:
@@ -20,6 +24,7 @@ class BufferSnapshot:
     def __init__(self, model: nn.Module):
         self.model = model
         self.kept: dict[tuple, tuple] = {}  # by module and name: buffer, version, copy
+        self.has_statistics: dict[nn.Module, bool] = {}
         self.n_ends = math.inf  # of optimizers' steps since the last forward pass outside a graph
         self.save()
 
@@ -40,35 +45,69 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def save(self) -> None:
-        "Copy the buffers that may have changed; `_version` misses writes to floating-point ones."
+        "Copy the buffers that may have changed."
         kept: dict[tuple, tuple] = {}
         pairs = defaultdict(dict)  # by device and dtype, to copy many at once
         found = [self.model]  # not `modules()`, which spends most of its time on names
         for m in found:
             found += filter(None, m._modules.values())
             for k, b in m._buffers.items():
-                was, version, copy = self.kept.get((m, k), (None, None, None))
-                if b is None or (b is was and b._version == version and not b.is_floating_point()):
-                    kept[m, k] = b, version, copy
+                was, _, copy = known = self.kept.get((m, k), (None, None, None))
+                if b is was and (b is None or not self._may_have_changed(m, *known)):
+                    kept[m, k] = known
                 elif b is was and b.shape == copy.shape and b.dtype == copy.dtype:
                     kept[m, k] = b, b._version, copy
                     pairs[b.device, b.dtype][copy] = b
                 else:
-                    kept[m, k] = b, b._version, b.clone()
+                    kept[m, k] = b, None if b is None else b._version, b if b is None else b.clone()
         for group in pairs.values():
             torch._foreach_copy_([*group], [*group.values()])
         self.kept = kept
 
+    def _may_have_changed(self, m, b, version, copy):
+        if m not in self.has_statistics:  # their kernels raise no version
+            self.has_statistics[m] = isinstance(m, NORMS) or uses(m, _KERNELS)
+        return self.has_statistics[m] or b._version != version
+
     @torch.no_grad()
-    def restore(self) -> None:
-        "Write the copies back, so that every buffer has the same bits as at `save`."
-        for (m, k), (b, _, copy) in self.kept.items():
+    def restore(
+        self,
+        params: Collection[Tensor] | None = None,  # of the step: not other modules' buffers
+        flag: Tensor | None = None,  # (), on the device: above 0 to restore; None: restore
+    ) -> None:
+        "Write the copies back, so that each buffer has the same bits as at `save`."
+        kept = {k: v for k, v in self.kept.items() if _belongs(k[0], params)}
+        if flag is not None and any(m._buffers.get(k) is not b for (m, k), (b, *_) in kept.items()):
+            if not flag > 0:
+                return
+            flag = None
+        pairs = defaultdict(lambda: ([], []))
+        for (m, k), (b, version, copy) in kept.items():
             now: Any = m._buffers.get(k)
             if b is not None and now is not None and now.device != b.device:  # the model was moved
                 is_alike = (now.shape, now.dtype) == (b.shape, b.dtype)
-                b = now if is_alike else b.to(now.device)
-            if b is not None:
-                b.copy_(copy)
+                b, version = now if is_alike else b.to(now.device), None
+            if b is not None and self._may_have_changed(m, b, version, copy):
+                for tensors, t in zip(pairs[b.device, b.dtype], (b, copy), strict=True):
+                    tensors.append(t)
             m._buffers[k] = b
-        self.save()
-        self.n_ends += 1
+        for now, before in pairs.values():
+            torch._foreach_copy_(now, before if flag is None else _choose(flag, before, now))
+        if flag is None:
+            self.save()
+            self.n_ends += 1
+
+
+_KERNELS = "batch_norm", "instance_norm"
+
+
+def _belongs(module, params):
+    own = [p for p in module._parameters.values() if p is not None]
+    return params is None or not own or any(p in params for p in own)
+
+
+def _choose(flag, before, now):
+    "Return the tensors of `before` if `flag` is set, else those of `now`, in a few launches."
+    both = (torch.cat([t.reshape(-1) for t in tensors]) for tensors in (before, now))
+    chosen = torch.where(flag > 0, *both).split([t.numel() for t in now])
+    return [part.view(t.shape) for part, t in zip(chosen, now, strict=True)]

@@ -29,7 +29,7 @@ from mixedfp.cast import (
     to_float,
 )
 from .in_float32 import InFloat32, has_arithmetic
-from .rounded import Copies
+from .rounded import Copies, Passes
 from .writes import uses
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
@@ -93,12 +93,10 @@ class HalfForward(PassForward):
                 if not self.policy.autocast:
                     args, kwargs = cast_floats((args, kwargs), self.policy.dtype)
                 autocast, on_cpu = self._modes()
-                self.copies.__enter__()  # older compilers enter no context made outside of a graph
-                try:
+                with Passes(self.copies), Passes(self.copies):
+                    self.copies.__enter__()
                     with autocast, on_cpu:
                         out = self.own(*args, **kwargs)
-                finally:
-                    self.copies.__exit__()
                 return to_float(out)
             except RuntimeError as e:
                 self._explain(e)
@@ -140,8 +138,10 @@ class HalfForward(PassForward):
             yield
             return
         autocast, on_cpu = self._modes()
-        with self.copies, autocast, on_cpu:
-            yield
+        with Passes(self.copies), Passes(self.copies):
+            self.copies.__enter__()
+            with autocast, on_cpu:
+                yield
 
 
 _COVERED = nn.RNNBase, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.Sigmoid

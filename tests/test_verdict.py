@@ -1,0 +1,241 @@
+"""The check as a number on the device: what the host reads late, or never, changes no result.
+
+On a CPU the number could be read at once. These tests treat it as a GPU's: `Late` flags are not
+ready until somebody waits for them, and each wait is counted.
+"""
+
+import math
+
+import pytest
+import torch
+from fastai.basics import DataLoaders, Learner
+from fastai.optimizer import OptimWrapper
+from torch import nn
+from torch.amp import GradScaler
+
+import mixedfp.callback  # noqa: F401
+from mixedfp import scaler as scalers
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.optimizer import with_masters
+from mixedfp.scaler import LossScaler
+from mixedfp.testing import assert_same
+
+FUSED = {
+    "SGD": (torch.optim.SGD, dict(lr=0.1, momentum=0.9)),
+    "AdamW": (torch.optim.AdamW, dict(lr=0.01)),
+    "Adagrad": (torch.optim.Adagrad, dict(lr=0.1)),
+}
+dtypes = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Let no flag be ready before somebody waits; return the list of waits."""
+    waits = []
+    read = scalers.Flag.__bool__
+
+    def is_ready(self):
+        return getattr(self, "is_read", False)
+
+    def wait(self):
+        if not is_ready(self):
+            waits.append(self)
+            self.is_read = True
+        return read(self)
+
+    monkeypatch.setattr(scalers.Flag, "is_ready", is_ready)
+    monkeypatch.setattr(scalers.Flag, "__bool__", wait)
+    monkeypatch.setattr(scalers, "READS_ON", scalers.READS_ON)
+    scalers.READS_ON.discard("cpu")
+    yield waits
+    scalers.READS_ON.add("cpu")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+FACTORS = [1.0, math.inf, 1.0, 1.0, 1.0, math.nan, math.inf, 1.0, 1.0, 1.0]
+
+
+def train(kind, dtype, name, flat=False, factors=FACTORS, fused=True):
+    """Train with an optimizer and a scaler; return all that a step changes, and the counts."""
+    model, (opt, settings) = net(), FUSED[name]
+    opt = opt(model.parameters(), **settings, fused=fused)
+    rule = dict(init_scale=2.0**10, growth_interval=2)
+    scaler = {"LossScaler": LossScaler, "GradScaler": GradScaler}.get(kind)
+    scaler = scaler("cpu", **rule) if scaler else LossScaler(enabled=False)
+    if kind != "no masters":
+        with_masters(model, opt, dtype=dtype, flat_master=flat)
+    else:
+        scaler = LossScaler("cpu", **rule)
+    for factor in factors:
+        opt.zero_grad()
+        scaler.scale(model(X).float().square().mean() * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+    counts = opt.masters.skipped if kind != "no masters" else scaler.skipped
+    if kind == "LossScaler":
+        assert scaler.skipped == counts
+    scales = getattr(scaler, "scales", None), scaler.get_scale()
+    return [model.state_dict(), opt.state_dict()["state"]], [counts, scales]
+
+
+@dtypes
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler", "no masters"])
+def test_read_late_it_gives_the_bits_of_one_that_is_read_at_once(kind, name, flat, dtype, request):
+    at_once = train(kind, dtype, name, flat)
+    assert at_once[1][0] == [1, 5, 6]
+    request.getfixturevalue("late")
+    late = train(kind, dtype, name, flat)
+    assert_same(late[0], at_once[0])
+    assert late[1] == at_once[1]
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["guard", "LossScaler", "no masters"])
+def test_with_a_fused_optimizer_the_host_waits_for_nothing(kind, dtype, late):
+    model = net()
+    opt = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+    if kind != "no masters":
+        with_masters(model, opt, dtype=dtype)
+    scaler = LossScaler("cpu", enabled=kind != "guard", growth_interval=2)
+    for factor in FACTORS:
+        opt.zero_grad()
+        scaler.scale(model(X).float().square().mean() * factor).backward()
+        done = scaler.step(opt)
+        scaler.update()
+    assert not late
+    if kind != "guard":
+        assert done and len(late) == 1
+        assert scaler.n_skipped == 3 and scaler.n_steps == len(FACTORS)
+        assert len(late) == len(FACTORS)
+
+
+def test_an_optimizer_that_is_not_fused_reads_one_number(late):
+    train("LossScaler", "bf16", "SGD", fused=False)
+    assert len(late) == len(FACTORS)
+
+
+@dtypes
+def test_clipping_and_accumulation_see_true_gradients(dtype, request):
+    def train():
+        model = net()
+        opt = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+        with_masters(model, opt, dtype=dtype)
+        scaler, norms = LossScaler("cpu", growth_interval=1, init_scale=4.0), []
+        for i, factor in enumerate(FACTORS):
+            scaler.scale(model(X).float().square().mean() * factor).backward()
+            if i % 2:
+                scaler.unscale_(opt)
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+                scaler.step(opt)
+                opt.zero_grad()
+            scaler.update()  # also between the two batches: nothing was checked
+        return norms, model.state_dict(), scaler.scales
+
+    at_once = train()
+    request.getfixturevalue("late")
+    assert_same(train(), at_once)
+
+
+def test_skips_in_a_row_stop_the_training_once_the_host_knows(late):
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    with_masters(model, opt, dtype="bf16")
+    with pytest.raises(MixedPrecisionError, match="30 steps in a row"):
+        for _ in range(32):
+            opt.zero_grad()
+            (model(X).sum() * math.nan).backward()
+            opt.step()
+            for flag, *_ in opt.master_step.guard._pending[:-1]:  # ready one step later
+                bool(flag[0])
+
+
+def test_a_learner_finds_the_batch_that_was_skipped(late):
+    good, bad = ((torch.randn(4, 4), torch.full((4, 2), target)) for target in (1.0, math.inf))
+    opt = lambda ps, lr: OptimWrapper(ps, torch.optim.SGD, lr=lr, fused=True)  # noqa: E731
+    dls = DataLoaders([good, bad, good, good], [good])
+    learn = Learner(dls, net(), loss_func=lambda out, y: (out * y).mean(), opt_func=opt, lr=0.1)
+    learn.to_bf16()
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, cbs=[])
+    assert not late
+    assert learn.mp_cb.find_overflow().step == 1
+    assert learn.mp_cb.skipped == [1] and late
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
+def test_of_two_optimizers_each_restores_the_buffers_of_its_own_modules():
+    nets = nn.ModuleList([nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)) for _ in range(2)])
+    a, b = (torch.optim.SGD(m.parameters(), 0.1) for m in nets)
+    with_masters(nets, a, b, dtype="bf16")
+    for factor in (1, math.inf):
+        a.zero_grad(), b.zero_grad()
+        (nets[0](X).square().sum() * factor).backward(), nets[1](X).square().sum().backward()
+        a.step(), b.step()
+    assert [int(m[1].num_batches_tracked) for m in nets] == [1, 2]
+
+
+class Masked(nn.Module):
+    """Has a large buffer that never changes, one that is written, and its own batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.register_buffer("mask", torch.ones(512, 512))
+        self.register_buffer("mean", torch.zeros(4)), self.register_buffer("var", torch.ones(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        y = self.linear(x) * self.linear.mask[0, :4]
+        return nn.functional.batch_norm(y.float(), self.mean, self.var, training=True)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_buffers_that_change_are_copied_and_restored(fused, late, monkeypatch):
+    model, copied, own = Masked(), [], torch._foreach_copy_
+    opt = torch.optim.SGD(model.parameters(), 0.1, fused=fused)
+    with_masters(model, opt, dtype="bf16")
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b: copied.extend(a) or own(a, b))
+    for factor in (1.0, 1.0, math.inf, 1.0):
+        before = {k: v.clone() for k, v in model.named_buffers()}
+        opt.zero_grad()
+        (model(X).square().sum() * factor).backward()
+        opt.step()
+        if factor != 1.0:
+            assert_same(dict(model.named_buffers()), before)
+        else:
+            assert not torch.equal(model.mean, before["mean"]) and model.count > before["count"]
+    assert copied and max(t.numel() for t in copied) < 512
+
+
+@dtypes
+@pytest.mark.parametrize("half", [False, True])
+def test_a_closure_of_a_flat_optimizer_is_the_step_without_one(dtype, half):
+    def train(with_closure):
+        model = net()
+        opt = torch.optim.AdamW(model.parameters(), 0.01)
+        with_masters(model, opt, dtype=dtype, flat_master=True, half_grads=half)
+        scaler = LossScaler("cpu", 2.0**10)
+        for factor in FACTORS:
+
+            def closure(factor=factor):
+                opt.zero_grad()
+                loss = model(X).float().square().mean() * factor
+                scaler.scale(loss).backward()
+                return loss
+
+            if not with_closure:
+                closure()
+            scaler.step(opt, *([closure] if with_closure else []))
+            scaler.update()
+        assert opt.masters.skipped == scaler.skipped == [1, 5, 6]
+        return [model.state_dict(), opt.state_dict()["state"]]
+
+    assert_same(train(True), train(False))
