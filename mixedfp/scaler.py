@@ -92,7 +92,7 @@ def _inverse(scale):
 class Flag:
     """Whether gradients contain inf or nan: a number on their device, and its copy on the host.
 
-    The copy arrives later. Who reads it earlier waits.
+    The copy arrives later; reading it earlier waits for it.
     """
 
     def __init__(self, on_device: Tensor):  # (), float32: above 0 if they do

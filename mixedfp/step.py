@@ -157,11 +157,11 @@ class MasterStep:
         scaler = given.get("found_by", guard)  # a `LossScaler` that steps this optimizer, if any
         if "found_by" not in given and given.get("found_inf") is not None:  # a `GradScaler`'s
             found: Any = self.read(Flag(given["found_inf"]))
-            scale: Any = given.get("grad_scale")
+            is_left = given.get("grad_scale") is None or isinstance(found, Flag)  # to the kernel
             guard.count([found])
             guard.stop_if_hopeless(self.core)
-            is_left = scale is None or isinstance(found, Flag)  # the kernel divides by it
-            return self._step_once(Verdict(found, None if is_left else 1 / float(scale)))
+            inv_scale = None if is_left else 1 / float(given["grad_scale"])
+            return self._step_once(Verdict(found, inv_scale))
         is_alone = not scaler.n_scaled and scaler.known_of(self.core).found is None
         if is_alone:
             scaler.open(self.core)
