@@ -100,8 +100,12 @@ def by_learner(dtype, factors, flat):
     """Train a Learner; the factor is the target."""
     batches = [(torch.ones(1, 1), torch.full((1, 1), f)) for f in factors]
     learn = Learner(
-        DataLoaders(batches, batches[:1]), Net(), loss_func=lambda out, y: (out * y).sum(),
-        opt_func=FastaiSGD, lr=2.0**-10, train_bn=False,
+        DataLoaders(batches, batches[:1]),
+        Net(),
+        loss_func=lambda out, y: (out * y).sum(),
+        opt_func=FastaiSGD,
+        lr=2.0**-10,
+        train_bn=False,
     )
     learn.to_bf16(flat_master=flat) if dtype == "bf16" else learn.to_fp16(8.0, flat_master=flat)
     with learn.no_bar(), learn.no_logging():
@@ -120,9 +124,20 @@ class SkorchNet(MixedPrecisionMixin, NeuralNet):
 def by_skorch(dtype, factors, flat):
     """Train a skorch net with masters."""
     net = SkorchNet(
-        Net, nn.MSELoss, amp_enabled=True, amp_dtype=dtype, amp_mode="master", flat_master=flat,
-        train_split=None, max_epochs=1, batch_size=1, lr=2.0**-10, verbose=0, callbacks=None,
-        callbacks__print_log=None, **({"grad_scaler__init_scale": 8.0} if dtype == "fp16" else {}),
+        Net,
+        nn.MSELoss,
+        amp_enabled=True,
+        amp_dtype=dtype,
+        amp_mode="master",
+        flat_master=flat,
+        train_split=None,
+        max_epochs=1,
+        batch_size=1,
+        lr=2.0**-10,
+        verbose=0,
+        callbacks=None,
+        callbacks__print_log=None,
+        **({"grad_scaler__init_scale": 8.0} if dtype == "fp16" else {}),
     ).initialize()
     net.partial_fit(np.ones((len(factors), 1), np.float32), np.array(factors, np.float32)[:, None])
     return net.module_, net.optimizer_.masters.skipped

@@ -325,8 +325,9 @@ def test_a_module_that_writes_weights_in_its_pass(code, flat):
 @pytest.mark.parametrize("is_partial", [False, True], ids=["function", "partial"])
 @pytest.mark.parametrize("hook", [limit_own, limit_child])
 def test_a_hook_that_writes_weights(hook, is_partial, when, flat):
-    kind, hook = (Hooked if hook is limit_own else Parent), (
-        functools.partial(hook, bound=0.125) if is_partial else hook
+    kind, hook = (
+        (Hooked if hook is limit_own else Parent),
+        (functools.partial(hook, bound=0.125) if is_partial else hook),
     )
     now = [hook] if when == "before" else []
     full, half, opt = pair(lambda: nn.Sequential(kind(*now)), lr=0.0, flat_master=flat)

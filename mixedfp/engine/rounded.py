@@ -177,12 +177,14 @@ class Copies:
                 )
         self.find()
 
-    def is_inside(self) -> bool:
-        "Return whether this thread is inside of a pass."
-        if not self.lock.acquire(blocking=False):
-            return False
+    def depth(self) -> int:
+        "Return the number of passes that this thread is in."
+        if is_compiling():
+            return len(self.running)
+        if not self.lock.acquire(blocking=False):  # another thread is in a pass
+            return 0
         try:
-            return bool(self.running)
+            return len(self.running)
         finally:
             self.lock.release()
 
@@ -194,14 +196,14 @@ class Passes:
     """
 
     def __init__(self, copies: Copies):
-        self.copies, self.depth = copies, len(copies.running)
+        self.copies, self.depth = copies, copies.depth()
 
     def __enter__(self) -> None:
         """Do nothing."""
 
     def __exit__(self, *error: Any) -> None:
         """End them."""
-        while len(self.copies.running) > self.depth:
+        while self.copies.depth() > self.depth:
             self.copies.__exit__()
 
 
