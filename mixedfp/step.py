@@ -248,6 +248,9 @@ class MasterStep:
     def _step_chunks(self, inv_scale):
         is_torch = isinstance(self.core, torch.optim.Optimizer)
         before, after = hooks_around_step(self.core) if is_torch else ([], [])
+        if before and inv_scale is not None and not self.masters.policy.half_grads:
+            torch._foreach_mul_(grads_of(self.core), inv_scale)  # hooks get true gradients
+            inv_scale = None
         for hook in before:
             hook(self.core, (), {})
         self.loop.step(inv_scale)

@@ -239,3 +239,40 @@ def test_a_closure_of_a_flat_optimizer_is_the_step_without_one(dtype, half):
         return [model.state_dict(), opt.state_dict()["state"]]
 
     assert_same(train(True), train(False))
+
+
+@pytest.mark.parametrize("flat", [None, False, True], ids=["plain", "each", "flat"])
+@pytest.mark.parametrize("kind", [LossScaler, GradScaler])
+def test_step_hooks_get_true_gradients_and_float32_parameters(kind, flat):
+    torch.manual_seed(0)
+    model, seen = nn.Linear(4, 4), []
+    opt, params = torch.optim.SGD(model.parameters(), 0.1), list(model.parameters())
+    if flat is not None:
+        with_masters(model, opt, dtype="fp16", flat_master=flat)
+    opt.register_step_pre_hook(lambda *_: seen.append(nn.utils.clip_grad_norm_(params, 1.0)))
+    opt.register_step_post_hook(lambda *_: [p.data.clamp_(-0.1, 0.1) for p in params] and None)
+    scaler, before = kind("cpu", init_scale=1024.0), model.weight.detach().clamp(-0.1, 0.1)
+    scaler.scale(model(torch.ones(2, 4)).float().sum()).backward()
+    scaler.step(opt)
+    is_plain = flat is None and kind is GradScaler
+    assert is_plain or seen[0].item() == pytest.approx(80**0.5)  # 16 of 2 and 4 of 2
+    assert model.weight.abs().max() <= 0.1 and (model.weight - before).norm() < 0.11
+    assert all(p.dtype == torch.float32 for p in params)
+
+
+class Unsupported(RuntimeError):
+    def __init__(self, code):
+        super().__init__(f"unsupported dtype, code {code}")
+        self.code = code
+
+
+def test_an_error_of_the_users_keeps_its_class_and_attributes():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise Unsupported(7)
+
+    model = Fails(2, 2)
+    with_masters(model, torch.optim.SGD(model.parameters(), 1.0), dtype="bf16")
+    with pytest.raises(Unsupported) as e:
+        model(torch.ones(1, 2))
+    assert e.value.code == 7

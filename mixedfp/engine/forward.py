@@ -99,7 +99,8 @@ class HalfForward(PassForward):
                         out = self.own(*args, **kwargs)
                 return to_float(out)
             except RuntimeError as e:
-                self._explain(e)
+                if type(e) is RuntimeError:  # PyTorch's own
+                    self._explain(e)
                 raise
 
     def _explain(self, error):
