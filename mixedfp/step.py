@@ -113,7 +113,7 @@ class MasterStep:
         if "step" not in self.before and (is_needed or self.loop is not None):
             self._remove_hooks()
             self._install(step=_bound(self.core, self.step))
-            if self.is_half and isinstance(self.core, torch.optim.Optimizer):
+            if self.is_half:
                 self._install(_step_supports_amp_scaling=True)
 
     def _remove_hooks(self):

@@ -292,6 +292,20 @@ def test_gradients_are_brought_to_the_scale_of_the_loss_that_is_added():
     assert other.grad.tolist() == [4.0] * 2
 
 
+def test_an_optimizer_that_accumulates_before_its_first_step_is_adopted():
+    scaler, (w, opt), (v, rare) = LossScaler("cpu", 8.0, growth_interval=1), make(), make()
+    scaler.adopt(rare)
+    for i in range(4):
+        opt.zero_grad()
+        scaler.scale(w.sum() + v.sum()).backward()
+        scaler.step(opt)
+        if i % 2:
+            scaler.step(rare)
+            rare.zero_grad()
+        scaler.update()
+    assert w.tolist() == v.tolist() == [-4.0] * 2
+
+
 @pytest.mark.parametrize("keeps_gradients", [False, True])
 @pytest.mark.parametrize("n_verbs", range(6))
 @pytest.mark.parametrize("factor", [1.0, INF])

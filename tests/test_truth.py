@@ -416,11 +416,13 @@ def test_a_model_is_freed_after_an_exception_in_a_backward_pass(dtype, flat):
 
 def n_calls(f):
     found = []
+    gc.collect(), gc.disable()  # no finalizers of other tests
     sys.setprofile(lambda frame, event, arg: found.append(1) if "call" in event else None)
     try:
         f()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return len(found)
 
 
