@@ -264,7 +264,7 @@ class Checkpoint(Callback):
         progress = {"n_done": self.epoch + 1, "train_iter": self.train_iter, "callbacks": counts}
         mixed = _scaling(self.learn)
         known = None if mixed is None else mixed.scaler.known_of(mixed.opt.core)
-        progress["grad_scale"] = 1.0 if known is None else known.scale
+        progress["grad_scale"] = 1.0 if known is None else float(known.scale)
         return {"format": _FORMAT, "ranks": ranks, **progress}
 
     def _restore(self):

@@ -489,8 +489,8 @@ class LossScaler(GradScaler):
         """Unscale the gradients unless `unscale_` already has, and step if they are finite.
 
         Returns the result of the optimizer's `step`, or True; False for a skipped step, or an
-        object that is read only if it is used as a condition. A closure
-        scales its loss and returns the true one; if it overflows, the whole step is undone.
+        object that is read only if it is used as a condition. A closure scales its loss and
+        returns the true one; if it overflows, the whole step is undone.
         Raises: RuntimeError for a closure that does not scale its loss.
         """
         if not self.is_enabled():
@@ -598,7 +598,8 @@ class LossScaler(GradScaler):
         "Count a step, which is skipped if anything was found."
         self._settle(waits=not any(isinstance(f, Flag) for f in found))
         self._pending.append((found, scale))
-        if self.dynamic and not all(_is_ready(f) for f in found):
+        is_behind = self._ahead is not None or not all(map(_is_ready, found))
+        if self.dynamic and is_behind:
             self._run_ahead(found)
         self._settle(waits=False)
 

@@ -276,3 +276,23 @@ def test_an_error_of_the_users_keeps_its_class_and_attributes():
     with pytest.raises(Unsupported) as e:
         model(torch.ones(1, 2))
     assert e.value.code == 7
+
+
+@pytest.mark.parametrize("found", [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], ids=str)
+def test_the_scale_ahead_counts_a_step_that_is_ready_before_an_earlier_one(found, late):
+    scaler = LossScaler("cpu", 2.0**10, growth_interval=1)
+    flags = [scalers.Flag(torch.tensor(value)) for value in found]
+    scaler.count([flags[0]], 2.0**10)
+    flags[1].is_read = True  # of another device
+    scaler.count([flags[1]], 2.0**10)
+    ahead = scaler.scale(torch.ones(()))
+    assert not late and ahead == scaler.get_scale() == scaler.used_scale
+    assert len(late) == 1
+
+
+@pytest.mark.parametrize("first, value", [(2.0**24, 0.0), (1.0, 1.0)], ids=["highest", "lowest"])
+def test_the_scale_ahead_stays_within_the_bounds(first, value, late):
+    scaler = LossScaler("cpu", first, growth_interval=1)
+    scaler.count([scalers.Flag(torch.tensor(value))], first)
+    assert scaler.scale(torch.ones(())) == first and not late
+    assert scaler.get_scale() == first
