@@ -296,3 +296,28 @@ def test_the_scale_ahead_stays_within_the_bounds(first, value, late):
     scaler.count([scalers.Flag(torch.tensor(value))], first)
     assert scaler.scale(torch.ones(())) == first and not late
     assert scaler.get_scale() == first
+
+
+def test_two_optimizers_of_which_one_accumulates_while_the_scale_changes(request):
+    def train(waits=()):
+        nets = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+        for p in nets.parameters():
+            p.data = torch.linspace(-1, 1, p.numel()).view(p.shape)
+        opts = [torch.optim.SGD(m.parameters(), 2.0**-4, fused=True) for m in nets]
+        with_masters(nets, *opts, dtype="bf16")
+        scaler = LossScaler("cpu", 8.0, growth_interval=1)
+        scaler.adopt(opts[1])
+        for i in range(8):
+            factor = math.inf if i == 5 else 1.0
+            loss = (nets[0](X).sum() * factor + nets[1](X).sum()).float()
+            scaler.scale(loss).backward()
+            for opt in opts[: 1 + i % 2]:
+                scaler.step(opt)
+                opt.zero_grad()
+            scaler.update()
+        assert not waits
+        return nets.state_dict(), scaler.scales, scaler.skipped, [o.masters.skipped for o in opts]
+
+    at_once = train()
+    assert at_once[2] == [5] and at_once[1][-3:] == [2.0**8, 2.0**7, 2.0**8]
+    assert_same(train(request.getfixturevalue("late")), at_once)

@@ -9,7 +9,7 @@ from notebooks import ROOT
 
 LINES, CODE, MODULES, FUNCTION = 8330, 6000, 33, 60
 BESIDE = {"audit": 305, "memory": 260}  # lines of standalone modules, which are not counted
-TEST_LINES = 14780
+TEST_LINES = 14795
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 
 
