@@ -97,7 +97,7 @@ class Flag:
 
     def __init__(self, on_device: Tensor):  # (), float32: above 0 if they do
         self.on_device, self.event = on_device, None
-        self.on_host = on_device.to("cpu", non_blocking=True)
+        self.on_host = on_device.to("cpu", non_blocking=on_device.is_cuda)  # else no event tells
         if on_device.is_cuda:
             self.event = torch.cuda.Event()
             self.event.record()
