@@ -81,8 +81,7 @@ def _multiply_(optimizer, factor):
 
 def _differ(a, b):
     "Return whether two scales may differ; those on a device are not read."
-    on_device = isinstance(a, Tensor) or isinstance(b, Tensor)
-    return a is not b and (on_device or a != b)
+    return a is not b and (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
 
 
 def _inverse(scale):
@@ -97,7 +96,7 @@ class Flag:
 
     def __init__(self, on_device: Tensor):  # (), float32: above 0 if they do
         self.on_device, self.event = on_device, None
-        self.on_host = on_device.to("cpu", non_blocking=on_device.is_cuda)  # else no event tells
+        self.on_host = on_device.to("cpu", non_blocking=on_device.is_cuda)
         if on_device.is_cuda:
             self.event = torch.cuda.Event()
             self.event.record()
@@ -122,7 +121,7 @@ class Flag:
 
 
 class Done(NamedTuple):
-    "Whether a step was not skipped. Sync: waits where it is used as a condition."
+    "Whether a step was made, not skipped. Sync: waits when it is used as a condition."
 
     found_inf: Flag
 
@@ -140,7 +139,7 @@ def any_nonfinite(
     factor: float | Tensor = 1.0,  # 1 to only check: the unscaling kernel is also the fastest check
 ) -> bool:
     "Return whether any of `grads` contains inf or nan. Sync: one read per device."
-    return any(bool(flag) for flag in _flags(grads, factor).values())
+    return any(_flags(grads, factor).values())
 
 
 @torch.no_grad()
@@ -169,6 +168,7 @@ def _flags(grads, factor):
 
 
 _grad = attrgetter("grad")
+_storage = attrgetter("dtype", "layout")
 _form = attrgetter("__class__", "layout", "device", "dtype")
 
 
@@ -184,22 +184,27 @@ def _find(optimizer, scale):
     params = _params(optimizer)
     if isinstance(scale, Tensor) or scale != 1:
         _make_divisible(optimizer, params)
-    grads = [g for g in map(_grad, params) if g is not None]
-    flags = _flags(grads, _inverse(scale))
+    flags = _flags(_grads(params), _inverse(scale))
     is_shared = distributed.is_available() and distributed.is_initialized()
     groups = groups_of(params) if is_shared else []
+    if not groups and len(flags) == 1 and private.unscales_by_itself(optimizer):
+        (flag,) = flags.values()
+        if flag.device.type not in READS_ON:
+            return Flag(flag)
+    found = any(flags.values())
     if groups:  # the processes that share some of `params` decide together
         device = next(p.device for p in params if is_sharded(p))
-        found = any(bool(flag) for flag in flags.values())
-        return bool(agree(torch.tensor(float(found), device=device), groups))
-    if len(flags) == 1 and private.unscales_by_itself(optimizer):
-        (device, flag), = flags.items()
-        if device.type not in READS_ON:  # as in `Flag.is_on_host`, without a copy
-            return Flag(flag)
-    return any(bool(flag) for flag in flags.values())
+        found = bool(agree(torch.tensor(float(found), device=device), groups))
+    return found
+
+
+def _grads(params):
+    return [g for g in map(_grad, params) if g is not None]
 
 
 def _make_divisible(optimizer, params):
+    if set(map(_storage, _grads(params))) == {(torch.float32, torch.strided)}:  # most often
+        return
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.coalesce()
@@ -443,10 +448,11 @@ class LossScaler(GradScaler):
 
     def look(self, optimizer: Any) -> Verdict:
         "Decide whether `optimizer` skips its step, once per iteration; `half_grads` stay scaled."
-        keeps_scale = self.only_checks or private.unscales_by_itself(optimizer) and any(
-            p.grad is not None and p.grad.dtype in _NARROW for p in _params(optimizer)
-        )
-        self._check(optimizer, keeps_scale)
+        if self.known_of(optimizer).found is None:
+            keeps_scale = self.only_checks or private.unscales_by_itself(optimizer) and any(
+                g.dtype in _NARROW for g in _grads(_params(optimizer))
+            )
+            self._check(optimizer, keeps_scale)
         known = self.known_of(optimizer)
         is_unscaled = not isinstance(known.scale, Tensor) and known.scale == 1
         found = False if known.found is None else known.found
@@ -466,8 +472,7 @@ class LossScaler(GradScaler):
         if self.layers is not None and self.layers.is_scaling and self.n_scaled:
             self.layers.unscale()
         found = _find(optimizer, 1.0 if keeps_scale else known.scale)
-        scale = known.scale if keeps_scale else 1.0
-        self._known[optimizer] = known._replace(found=found, scale=scale)
+        self._known[optimizer] = _Gradients(known.scale if keeps_scale else 1.0, found)
 
     def _checks(self):
         return [known.found for known in self._known.values() if known.found is not None]
@@ -514,7 +519,8 @@ class LossScaler(GradScaler):
         if private.unscales_by_itself(optimizer):  # PyTorch's protocol
             device = _params(optimizer)[0].device
             flag = found.on_device if isinstance(found, Flag) else torch.zeros(())
-            scale = None if inv_scale is None else _inverse(torch.as_tensor(inv_scale)).to(device)
+            scale = torch.as_tensor(self.known_of(optimizer).scale, dtype=torch.float32)
+            scale = None if inv_scale is None else scale.to(device)
             given.update(found_inf=flag.to(device), grad_scale=scale)
         vars(optimizer).update(given)
         try:
@@ -526,7 +532,7 @@ class LossScaler(GradScaler):
 
     def _skip(self, optimizer):
         private.count_as_stepped(optimizer)  # otherwise a schedule warns about a missing step
-        if hasattr(optimizer, "skip_step"):  # what else to do if a step is skipped
+        if hasattr(optimizer, "skip_step"):  # restores the buffers
             optimizer.skip_step(self)
         return False
 
@@ -692,7 +698,7 @@ class LossScaler(GradScaler):
         """Return the state for a copy or pickle, without optimizers."""
         self._settle()
         used = None if self.used is None else self.used_scale
-        return {**vars(self), "_known": None, "_used": used}
+        return {**vars(self), "_known": None, "used": used, "_found": [*map(bool, self._found)]}
 
     def __setstate__(self, state: dict) -> None:
         """Restore the state of a copy or pickle."""

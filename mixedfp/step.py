@@ -72,9 +72,8 @@ class MasterStep:
         self._install(masters=masters, master_step=self, skip_step=self.skip_step)
         self._install(__reduce_ex__=self._reduce)
         # while the optimizer's own `step` stays: a scaler may skip the next one
-        self.hooks: list[Any] = []
-        if isinstance(self.core, torch.optim.Optimizer):
-            self.hooks.append(self.core.register_step_post_hook(lambda *_: self._end()))
+        is_torch = isinstance(self.core, torch.optim.Optimizer)
+        self.hook = self.core.register_step_post_hook(lambda *_: self._end()) if is_torch else None
         if self.loop is not None or self.extras:
             self._install(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
         self.use(guard_of(policy))  # until a scaler steps this optimizer
@@ -111,19 +110,19 @@ class MasterStep:
         self.guard = guard
         is_needed = guard.is_enabled() or self.masters.policy.dtype == torch.float16
         if "step" not in self.before and (is_needed or self.loop is not None):
-            self._remove_hooks()
+            self._remove_hook()
             self._install(step=_bound(self.core, self.step))
             if self.is_half:
                 self._install(_step_supports_amp_scaling=True)
 
-    def _remove_hooks(self):
-        while self.hooks:
-            self.hooks.pop().remove()
+    def _remove_hook(self):
+        if self.hook is not None:
+            self.hook.remove()
 
     def remove(self) -> None:
         "Restore the optimizer's own methods; its states become separate tensors."
         own, self.is_removed = vars(self.core), True
-        self._remove_hooks()
+        self._remove_hook()
         for name, value in self.before.items():
             # a schedule may have wrapped `step`, which goes on to call ours
             if name != "step" or getattr(own.get("step"), "__self__", None) is self.core:
@@ -155,13 +154,14 @@ class MasterStep:
         count_as_stepped(self.core)
         given, guard = vars(self.core), self.guard
         scaler = given.get("found_by", guard)  # a `LossScaler` that steps this optimizer, if any
-        if "found_by" not in given and given.get("found_inf") is not None:  # a `GradScaler`'s
+        if "found_by" not in given and given.get("found_inf") is not None:  # by a `GradScaler`
             found: Any = self.read(Flag(given["found_inf"]))
             is_left = given.get("grad_scale") is None or isinstance(found, Flag)  # to the kernel
+            inv_scale = None if is_left else 1 / float(given["grad_scale"])
+            done = self._step_once(Verdict(found, inv_scale))
             guard.count([found])
             guard.stop_if_hopeless(self.core)
-            inv_scale = None if is_left else 1 / float(given["grad_scale"])
-            return self._step_once(Verdict(found, inv_scale))
+            return done
         is_alone = not scaler.n_scaled and scaler.known_of(self.core).found is None
         if is_alone:
             scaler.open(self.core)

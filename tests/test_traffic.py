@@ -86,7 +86,7 @@ def test_the_check_takes_at_most_five_launches_and_one_read():
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler", "a Learner"])
+@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler", "MixedStep"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_with_a_fused_optimizer_no_step_waits(dtype, kind, flat):
     model, x = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8)).cuda(), torch.ones(4, 8).cuda()
@@ -94,14 +94,14 @@ def test_with_a_fused_optimizer_no_step_waits(dtype, kind, flat):
     with_masters(model, opt, dtype=dtype, flat_master=flat)
     make = {"LossScaler": LossScaler, "GradScaler": GradScaler}.get(kind)
     scaler = LossScaler(enabled=False) if make is None else make("cuda")
-    if kind == "a Learner":
+    if kind == "MixedStep":
         mixed = MixedStep(opt.masters.policy)
         opt.masters.restore()
         mixed.attach(model), mixed.wrap(opt)
     waits = []
     for _ in range(4):
         before = traffic.device.counts()
-        if kind == "a Learner":  # what its events call
+        if kind == "MixedStep":  # as a Learner does
             mixed.begin()
             mixed.scale(model(x).square().mean()).backward()
             assert mixed.unscale()

@@ -4,7 +4,9 @@ On a CPU the number could be read at once. These tests treat it as a GPU's: `Lat
 ready until somebody waits for them, and each wait is counted.
 """
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -167,6 +169,7 @@ def test_a_learner_finds_the_batch_that_was_skipped(late):
     assert not late
     assert learn.mp_cb.find_overflow().step == 1
     assert learn.mp_cb.skipped == [1] and late
+    assert len(learn.mp_cb._skipped()) == 1  # the other batches are forgotten
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
@@ -290,6 +293,23 @@ def test_the_scale_ahead_counts_a_step_that_is_ready_before_an_earlier_one(found
     assert len(late) == 1
 
 
+@pytest.mark.parametrize("found", [(1.0, 0.0), (0.0, 1.0)], ids=str)
+def test_one_of_two_optimizers_that_overflows_lowers_the_scale_ahead(found, late):
+    scaler = LossScaler("cpu", 2.0**10)
+    scaler.count([scalers.Flag(torch.tensor(value)) for value in found], 2.0**10)
+    assert scaler.scale(torch.ones(())) == 2.0**9 and not late
+    assert scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_of_a_scaler_that_is_ahead_knows_the_scale(copied, late):
+    scaler = LossScaler("cpu", 2.0**10)
+    scaler.count([scalers.Flag(torch.tensor(1.0))], 2.0**10)
+    scaler.scale(torch.ones(()))
+    other = copied(scaler)
+    assert type(other.used) is float and other.used == other.get_scale() == 2.0**9
+
+
 @pytest.mark.parametrize("first, value", [(2.0**24, 0.0), (1.0, 1.0)], ids=["highest", "lowest"])
 def test_the_scale_ahead_stays_within_the_bounds(first, value, late):
     scaler = LossScaler("cpu", first, growth_interval=1)
@@ -321,3 +341,17 @@ def test_two_optimizers_of_which_one_accumulates_while_the_scale_changes(request
     at_once = train()
     assert at_once[2] == [5] and at_once[1][-3:] == [2.0**8, 2.0**7, 2.0**8]
     assert_same(train(request.getfixturevalue("late")), at_once)
+
+
+def test_the_skip_that_stops_a_training_changes_nothing_either():
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with_masters(model, opt, dtype="bf16")
+    before, scaler = {k: v.clone() for k, v in model.state_dict().items()}, GradScaler("cpu")
+    with pytest.raises(MixedPrecisionError, match="30 steps in a row"):
+        for _ in range(30):
+            opt.zero_grad()
+            scaler.scale(model(X).sum() * math.nan).backward()
+            scaler.step(opt)
+            scaler.update()
+    assert_same(dict(model.state_dict()), before)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from notebooks import ROOT
 
-LINES, CODE, MODULES, FUNCTION = 8330, 6000, 33, 60
+LINES, CODE, MODULES, FUNCTION = 8330, 6002, 33, 60
 BESIDE = {"audit": 305, "memory": 260}  # lines of standalone modules, which are not counted
-TEST_LINES = 14795
+TEST_LINES = 14825
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 
 
