@@ -167,8 +167,10 @@ def _judge_weights(audit, holdings, names, core):
         audit.facts.append(f"{kind} steps 16-bit weights and compensates for their rounding")
         return
     shadow, basis, n_updated, n_lost = Shadow(core), "", 0, 0
+    shadow.refresh()
+    fresh = dict(vars(shadow.twin))
     for group, p in bare:
-        shadow.refresh()
+        vars(shadow.twin).update(fresh)  # undoes what the last step changed
         before, update, basis = _update(shadow, group, p, core.state.get(p) or {})
         if update is not None:
             holding = holdings[names[p]] if p in names else Holding("")
