@@ -277,8 +277,7 @@ def precision_audit(
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}: expected an nn.Module")
     cores, groups = [_core(opt) for opt in optimizers], _groups(model)
-    owner = next(filter(None, map(masters_of, model.modules())), None)
-    policy = None if owner is None else owner.policy
+    policy = next((m.policy for m in map(masters_of, model.modules()) if m is not None), None)
     holdings = {group: Holding(group) for group in groups.values()}
     params, copies = dict(model.named_parameters()), Holding("(the optimizer's copies)")
     names = {p: groups[key] for key, p in params.items()}

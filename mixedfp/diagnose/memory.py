@@ -220,7 +220,8 @@ def main(
         parser.error(f"{args.model!r}: {e}")
     made: Any = on_meta(make)
     images = torch.empty(args.batch, 3, args.size, args.size, device="meta")
-    memory = memory_of(*(made if isinstance(made, tuple) else (made, images)), args.optimizer)
+    model, batch = made if isinstance(made, tuple) else (made, images)
+    memory = memory_of(model, batch, args.optimizer)
     print(memory)
     if args.plot:
         memory.plot().figure.savefig(args.plot, dpi=150, bbox_inches="tight")
