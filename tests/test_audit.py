@@ -7,6 +7,7 @@ from torch import distributed, nn
 
 import mixedfp.callback  # noqa: F401, puts `precision_audit` on Learners
 from mixedfp.diagnose import precision_audit
+from mixedfp.engine.optimizers import Shadow
 from mixedfp.optimizer import with_masters
 
 N_IN, N_HIDDEN = 32, 64
@@ -70,6 +71,39 @@ def test_an_audit_changes_nothing():
     assert all(map(torch.equal, states, (v for s in opt.state.values() for v in s.values())))
     assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_settings_of_all_groups_are_copied_once(monkeypatch):
+    """Not for each parameter: with a group for each, an audit would take quadratic time."""
+    model, copied = make_model(torch.bfloat16), []
+    real = Shadow.refresh
+    monkeypatch.setattr(Shadow, "refresh", lambda self: copied.append(1) or real(self))
+    groups = [dict(params=[p], lr=1e-4 * 4**i) for i, p in enumerate(model.parameters())]
+    audit = precision_audit(model, torch.optim.AdamW(groups, weight_decay=0))
+    assert len(groups) > 2 and len(copied) == 1
+    shares = [h.n_lost / h.n_updated for h in audit.holdings]
+    assert shares[0] > shares[-1]  # each group keeps its rate
+
+
+def test_each_parameter_is_stepped_from_the_same_state_of_the_optimizer():
+    class Slower(torch.optim.SGD):
+        """Counts its steps outside of `state`, and slows down."""
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.n_steps = 0
+
+        def step(self):
+            self.n_steps += 1
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.sub_(p.grad * group["lr"] / 2.0 ** (self.n_steps - 1))
+
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(20))).bfloat16()
+    for p in model.parameters():
+        p.data.fill_(1.0)
+        p.grad = torch.ones_like(p)
+    assert percent_of(precision_audit(model, Slower(model.parameters(), lr=2.0**-6))) == 0
 
 
 def test_the_first_step_of_adam_is_known_and_that_of_sgd_is_not():

@@ -105,9 +105,9 @@ def batch():
 
 def is_fixed(model, fix):
     """Compute a batch with what `fix` sets: whether all gradients are finite."""
-    settings = dict(loss_scale=1.0)
-    exec(fix.replace("; ", "\n"), {"torch": torch}, settings)
-    scale, (x, y) = settings.pop("loss_scale"), batch()
+    names = dict(to_fp16=dict, to_bf16=lambda **k: dict(k, dtype="bf16"))
+    settings, (x, y) = dict(dtype="fp16") | eval(fix, names), batch()
+    scale = settings.pop("loss_scale", 1.0)
     model, _ = with_masters(model, torch.optim.SGD(model.parameters(), 0.1), **settings)
     (loss_func(model(x), y) * scale).backward()
     return all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
@@ -128,10 +128,10 @@ def test_a_planted_fault_is_named_with_a_fix_that_works(kind, slot, fault):
     assert found.phase == ("backward" if fault == "backward" else "forward")
     assert found.line.startswith("test_overflow.py:") and slot in str(found)
     if fault == "zero":
-        assert found.cause == "0 / 0; in float32 as well: no precision helps" and not found.fixes
+        assert found.cause == "0 / 0; in float32 as well: no precision helps" and not found.fix
     else:
         assert "beyond the range" in found.cause
-        assert found.fixes and all(is_fixed(copy.deepcopy(model), fix) for fix in found.fixes)
+        assert is_fixed(model, found.fix)
 
 
 def test_an_input_column():
@@ -139,7 +139,7 @@ def test_an_input_column():
     x[:, 5] *= 1e6
     found = find_overflow(new(Residual), (x, y), loss_func)
     assert found.phase == "input" and "columns 5" in found.cause
-    assert found.fixes == ("dtype=torch.bfloat16",)
+    assert found.fix == "to_bf16()"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -147,7 +147,7 @@ def test_a_batch_that_is_bad_already(value):
     x, y = batch()
     x[3, 2] = value
     found = find_overflow(new(Residual), (x, y), loss_func)
-    assert found.phase == "input" and "the batch is" in found.cause and not found.fixes
+    assert found.phase == "input" and "the batch is" in found.cause and not found.fix
 
 
 def test_a_negative_overflow_that_is_subtracted_is_named_and_not_the_nan():
@@ -166,7 +166,7 @@ def test_a_negative_overflow_that_is_subtracted_is_named_and_not_the_nan():
 
 def test_the_loss():
     found = find_overflow(new(Residual), batch(), lambda pred, y: (pred - pred).sum() / 0 * y.sum())
-    assert found.phase == "loss" and found.cause.startswith("0 / 0") and not found.fixes
+    assert found.phase == "loss" and found.cause.startswith("0 / 0") and not found.fix
 
 
 class Two(nn.Module):
@@ -200,7 +200,7 @@ def test_a_batch_has_one_form_in_both_searches():
 def test_a_model_that_keeps_the_module_in_32_bits_is_healthy():
     model = new(Residual, "middle", "value")
     found = find_overflow(model, batch(), loss_func)
-    assert "keep_fp32=['middle']" in found.fixes
+    assert found.fix == "to_fp16(keep_fp32=['middle'])"
     kept, _ = with_masters(model, torch.optim.SGD(model.parameters(), 0.1), keep_fp32=["middle"])
     assert find_overflow(kept, batch(), loss_func) is None
     assert find_overflow(kept, batch(), loss_func, keep_fp32=()).module == "middle"
@@ -214,10 +214,10 @@ def test_a_weight_beyond_float16_is_named_with_a_fix_that_works():
     found = find_overflow(model, (x / 1e6, y), loss_func)
     assert found.cause.startswith("its weight `0.weight`, up to 1e+06, is beyond 65504")
     # the layer has most weights, so keeping it is no fix; keeping the weight alone does not help
-    assert found.fixes == ("dtype=torch.bfloat16",) and "to_bf16()" in str(found)
+    assert found.fix == "to_bf16()" and "to_bf16()" in str(found)
     model[0].weight.data[0, 0] = torch.nan
     found = find_overflow(model, (x, y), loss_func)
-    assert "nan in float32 as well" in found.cause and not found.fixes
+    assert "nan in float32 as well" in found.cause and not found.fix
 
 
 # Nothing is changed
@@ -265,16 +265,17 @@ class Normalized(nn.Module):
         return x / (x.norm(dim=-1, keepdim=True) + 1e-3)
 
 
-def test_an_overflow_of_the_backward_pass_alone_has_a_fix_of_each_kind():
+def test_an_overflow_of_the_scaled_gradient_has_a_smaller_scale():
     model = nn.Sequential(nn.Linear(8, 8), Normalized(), nn.Linear(8, 4))
     batch, scale = (torch.randn(16, 8), torch.arange(16) % 4), 2.0**16
     half = copy.deepcopy(model).half()
     assert half(batch[0].half()).abs().max() < 350  # nothing is wrong forward
     found = find_overflow(model, batch, F.cross_entropy, scale=scale)
     assert found.phase == "backward" and found.module == "1" and found.operation
-    kinds = [fix.split("=")[0] for fix in found.fixes]
-    assert kinds == ["loss_scale", "keep_fp32", "dtype"]
     assert "only the scaled gradient overflows" in found.cause
+    scale = eval(found.fix, dict(to_fp16=dict))["loss_scale"]
+    assert 1 <= scale < 2**16 and find_overflow(model, batch, F.cross_entropy, scale=scale) is None
+    assert find_overflow(model, batch, F.cross_entropy, scale=4 * scale) is not None
 
 
 def test_no_copy_of_the_model_is_left():
@@ -285,7 +286,7 @@ def test_no_copy_of_the_model_is_left():
     gc.disable()
     try:
         n = sum(isinstance(o, nn.Linear) for o in gc.get_objects())
-        assert find_overflow(model, batch(), F.cross_entropy, **settings).fixes
+        assert find_overflow(model, batch(), F.cross_entropy, **settings).fix
         assert sum(isinstance(o, nn.Linear) for o in gc.get_objects()) == n
     finally:
         gc.enable()
@@ -298,8 +299,36 @@ class Masked(nn.Module):
         return x.masked_fill(x < 0, -1e9).relu()
 
 
+class Large(nn.Module):
+    """Returns numbers beyond float16."""
+
+    def forward(self, x):
+        return x * 0 + 2.0**20
+
+
+class Scaled(nn.Module):
+    """Its part's output does not fit into float16, and its own does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.part = nn.Linear(2, 2), Large()
+
+    def forward(self, x):
+        return self.linear(x) + self.part(x) * 2.0**-20
+
+
+def test_a_module_whose_output_does_not_fit_is_kept_with_the_one_around_it():
+    model = nn.Sequential(nn.Linear(16, 2), Scaled(), nn.Linear(2, 2))
+    found = find_overflow(model, batch(), F.cross_entropy)
+    assert found.module == "1.part" and found.fix == "to_fp16(keep_fp32=['1'])"
+    assert is_fixed(model, found.fix)
+    most = nn.Sequential(nn.Linear(2, 2, bias=False), Scaled())  # of the weights: no fix
+    found = find_overflow(most, (torch.randn(8, 2), batch()[1]), F.cross_entropy)
+    assert found.module == "1.part" and found.fix == "to_bf16()"
+
+
 def test_a_constant_that_pytorch_refuses_is_found():
     model = nn.Sequential(nn.Linear(8, 8), Masked(), nn.Linear(8, 4))
     found = find_overflow(model, (torch.randn(16, 8), torch.arange(16) % 4), F.cross_entropy)
     assert found.module == "1" and "a constant beyond the range of torch.float16" in found.cause
-    assert "masked_fill" in found.line and "dtype=torch.bfloat16" in found.fixes
+    assert "masked_fill" in found.line and found.fix == "to_fp16(keep_fp32=['1'])"

@@ -68,7 +68,7 @@ def test_the_module_is_named_and_the_learner_stays_as_it_is(flat):
     before, random = bits(learn), torch.get_rng_state()
     found = learn.find_overflow()
     assert (found.phase, found.module, found.operation) == ("forward", "11", "pow")
-    assert found.step == 3 and "keep_fp32=['11']" in found.fixes
+    assert found.step == 3 and found.fix == "to_fp16(keep_fp32=['11'])"
     assert_same(bits(learn), before)
     assert torch.equal(torch.get_rng_state(), random)
 

@@ -10,9 +10,9 @@
     6 tools     examples, compare, command, all
 
 Floors 1 to 4, `optimizer` and `trainers` need only torch, fastcore and the standard library; a
-function there can still import matplotlib or pandas when it draws a plot or a table, `memory` the
-library that it loads a model from, and `trainers` a trainer's packages. `command` imports the
-training code inside a function, so that `--help` responds at once.
+function there can still import matplotlib or pandas when it draws a plot or a table, and `trainers`
+a trainer's packages. `command` imports the training code inside a function, so that `--help`
+responds at once.
 """
 
 import ast
@@ -41,7 +41,6 @@ BARE = set().union(*(names for floor in FLOORS[:4] for names in floor)) | {"opti
 STANDS_BESIDE = {"callback": "skorch", "checkpoint": "skorch", "skorch": "fastai"}
 ON_IMPORT = sys.stdlib_module_names | {"torch", "fastcore"}
 IN_FUNCTIONS = {name: ON_IMPORT | {"matplotlib", "pandas"} for name in BELOW}
-IN_FUNCTIONS["diagnose.memory"] |= {"transformers"}
 
 
 def imports(node: ast.AST, here: str, in_function: bool = False) -> Iterator[tuple[int, str, bool]]:

@@ -167,8 +167,10 @@ def _judge_weights(audit, holdings, names, core):
         audit.facts.append(f"{kind} steps 16-bit weights and compensates for their rounding")
         return
     shadow, basis, n_updated, n_lost = Shadow(core), "", 0, 0
+    shadow.refresh()
+    fresh = dict(vars(shadow.twin))
     for group, p in bare:
-        shadow.refresh()
+        vars(shadow.twin).update(fresh)  # undoes what the last step changed
         before, update, basis = _update(shadow, group, p, core.state.get(p) or {})
         if update is not None:
             holding = holdings[names[p]] if p in names else Holding("")
@@ -275,8 +277,7 @@ def precision_audit(
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}: expected an nn.Module")
     cores, groups = [_core(opt) for opt in optimizers], _groups(model)
-    owner = next(filter(None, map(masters_of, model.modules())), None)
-    policy = None if owner is None else owner.policy
+    policy = next((m.policy for m in map(masters_of, model.modules()) if m is not None), None)
     holdings = {group: Holding(group) for group in groups.values()}
     params, copies = dict(model.named_parameters()), Holding("(the optimizer's copies)")
     names = {p: groups[key] for key, p in params.items()}

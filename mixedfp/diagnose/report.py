@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INPUTS', 'WINDOW_LOSS', 'MIN_OWN_SNR', 'MAX_LOST_ENERGY', 'HEADROOM', 'Numbers', 'Errors', 'watch_calls', 'floats',
            'float_copy', 'half_copy', 'same_random_state', 'split_batch', 'ModuleNumbers', 'Settings',
-           'PrecisionReport', 'keep_more', 'as_code', 'precision_report', 'policy_for', 'plot_loss_scale']
+           'first_that_works', 'PrecisionReport', 'precision_report', 'policy_for', 'plot_loss_scale']
 
 # %% ../../nbs/diagnose/01_report.ipynb #c08a7d4b
 import copy
@@ -14,7 +14,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -408,11 +408,46 @@ def _around(name, names):
 # %% ../../nbs/diagnose/01_report.ipynb #3a45bf17
 @dataclass(frozen=True)
 class Settings:
-    "The settings of a report."
+    "The settings of a pass in 16 bits."
 
     policy: Policy  # dtype, keep_fp32, native, autocast
-    loss_scale: float
-    layer_scales: Mapping[str, float]  # multiply the loss scale
+    loss_scale: float = 1.0
+    layer_scales: Mapping[str, float] = field(default_factory=dict)  # multiply the loss scale
+
+    def keeping(self, name: str) -> "Settings | None":
+        "Keep the module `name` or, if it is kept, the one around it; None: the whole model."
+        keep = self.policy.keep_fp32
+        while name in keep:
+            name = name.rpartition(".")[0]
+        kept = (k for k in keep if not str(k).startswith(f"{name}."))
+        return self.changed(keep_fp32=(*kept, name)) if name else None
+
+    def changed(self, loss_scale: float | None = None, **policy) -> "Settings":
+        "Return a copy with another loss scale or policy."
+        scale = self.loss_scale if loss_scale is None else loss_scale
+        return replace(self, loss_scale=scale, policy=replace(self.policy, **policy))
+
+    def line(self, before: "Settings") -> str:
+        "Return the call that sets them; the loss scale only if it differs from that of `before`."
+        is_half, given = self.policy.dtype == torch.float16, {}
+        if is_half and self.loss_scale != before.loss_scale:
+            given["loss_scale"] = self.loss_scale
+        given |= dict(keep_fp32=self.policy.keep_fp32, layer_scales=self.layer_scales)
+        arguments = ", ".join(f"{k}={_as_code(v)}" for k, v in given.items() if v)
+        return f"{'to_fp16' if is_half else 'to_bf16'}({arguments})"
+
+
+def first_that_works(
+    tried: Any,  # a trial: it has `settings`, `is_fine` and `proposal()`, of settings or None
+    examine: Callable[[Settings], Any],  # makes the next trial
+) -> Settings | None:
+    "Return the first settings that are fine: those tried, what each trial proposes, bfloat16."
+    first = tried.settings
+    while not tried.is_fine and (proposal := tried.proposal()) is not None:
+        tried = examine(proposal)
+    if not tried.is_fine and first.policy.dtype == torch.float16:
+        tried = examine(Settings(replace(first.policy, dtype=torch.bfloat16)))
+    return tried.settings if tried.is_fine else None
 
 
 class PrecisionReport:
@@ -426,7 +461,7 @@ class PrecisionReport:
         self.verdicts = {m.name: m.verdict for m in modules if m.verdict != "ok"}  # all but `ok`
         in_32, in_16 = map(math.isfinite, losses)
         self.is_fine = not self.verdicts and in_16 >= in_32
-        self.fix: Settings | None = settings if self.is_fine else None  # settings that work
+        self.fix: Settings | None = None  # settings that work
 
     @property
     def causes(self) -> list[str]:
@@ -437,22 +472,17 @@ class PrecisionReport:
     @property
     def line(self) -> str:
         "The line to paste; empty if no setting helped."
-        if self.fix is None:
-            return ""
-        is_half, given = self.fix.policy.dtype == torch.float16, {}
-        if is_half and self.fix.loss_scale != self.settings.loss_scale:
-            given["loss_scale"] = self.fix.loss_scale
-        given |= dict(keep_fp32=self.fix.policy.keep_fp32, layer_scales=self.fix.layer_scales)
-        arguments = ", ".join(f"{k}={as_code(v)}" for k, v in given.items() if v)
-        return f"{'to_fp16' if is_half else 'to_bf16'}({arguments})"
+        return "" if self.fix is None else self.fix.line(self.settings)
 
     def proposal(self) -> Settings | None:
         "Return settings derived from the verdicts; None if this format cannot help."
-        keep, scale = self.settings.policy.keep_fp32, math.log2(self.settings.loss_scale)
+        found, scale = self.settings, math.log2(self.settings.loss_scale)
+        if "input out of range" in self.verdicts.values():
+            return None
         for name, verdict in self.verdicts.items():
             if verdict in ("keep in fp32", "out of range"):
-                keep = keep_more(keep, name)
-                if keep is None:
+                found = found.keeping(name)
+                if found is None:
                     return None
         if any(v.startswith("scale") for v in self.verdicts.values()):
             lowest = max(0, *(m.least_scale for m in self.modules))
@@ -461,10 +491,8 @@ class PrecisionReport:
                 return None
             up = [m.window[0] for m in self.modules if m.verdict == "scale up"]
             scale = (min(max([lowest, *up]), highest) + highest) // 2  # few numbers are lost
-        policy = replace(self.settings.policy, keep_fp32=keep)
-        found = replace(self.settings, policy=policy, loss_scale=2.0**scale)
-        is_hopeless = found == self.settings or "input out of range" in self.verdicts.values()
-        return None if is_hopeless else found
+        found = found.changed(loss_scale=2.0**scale)
+        return None if found == self.settings else found
 
     @property
     def table(self) -> Any:
@@ -505,18 +533,10 @@ class PrecisionReport:
         return f"<p>{head}</p>{self.table.round(2).to_html()}"
 
 
-def keep_more(keep: tuple, name: str) -> tuple | None:
-    "Return `keep` with module `name` or, if it is kept, the one around it; None: the whole model."
-    while name in keep:
-        name = name.rpartition(".")[0]
-    kept = (k for k in keep if not str(k).startswith(f"{name}."))
-    return (*kept, name) if name else None
-
-
-def as_code(value: Any) -> str:
+def _as_code(value: Any) -> str:
     "Return a setting as Python code."
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(as_code, value))}]"
+        return f"[{', '.join(map(_as_code, value))}]"
     if isinstance(value, type):
         return f"nn.{value.__name__}" if hasattr(nn, value.__name__) else value.__name__
     return repr(int(value)) if isinstance(value, float) and value == int(value) else repr(value)
@@ -555,13 +575,8 @@ def precision_report(
     def examine(settings):
         return _Twins(model, settings, training).report(batches, loss_func)
 
-    report = tried = examine(settings)
-    while not tried.is_fine and (proposal := tried.proposal()) is not None:
-        tried = examine(proposal)
-    if not tried.is_fine and policy.dtype == torch.float16:
-        policy = replace(policy, dtype=torch.bfloat16)
-        tried = examine(replace(settings, policy=policy, loss_scale=1.0, layer_scales={}))
-    report.fix = tried.settings if tried.is_fine else None
+    report = examine(settings)
+    report.fix = first_that_works(report, examine)
     return report
 
 
