@@ -261,11 +261,10 @@ class Checkpoint(Callback):
             distributed.gather_object(part, ranks, group=group, group_dst=0)
         counts = [(cb.name, {k: vars(cb)[k] for k in _COUNTS if k in vars(cb)})
                   for cb in self._counting()]
-        progress = {"n_done": self.epoch + 1, "train_iter": self.train_iter, "callbacks": counts}
         mixed = _scaling(self.learn)
-        known = None if mixed is None else mixed.scaler.known_of(mixed.opt.core)
-        progress["grad_scale"] = 1.0 if known is None else known.scale
-        return {"format": _FORMAT, "ranks": ranks, **progress}
+        scale = 1.0 if mixed is None else mixed.scaler.known_of(mixed.opt.core).scale
+        progress = {"n_done": self.epoch + 1, "train_iter": self.train_iter, "callbacks": counts}
+        return {"format": _FORMAT, "ranks": ranks, "grad_scale": scale, **progress}
 
     def _restore(self):
         "Restore the file's state again, because other callbacks may have changed it."
