@@ -429,6 +429,28 @@ def test_overridden_methods_keep_mixed_precision(own, order, mode):
         assert net.grad_scaler_.get_scale() == 2.0 ** (10 + n_steps // 3)
 
 
+class Penalty(OwnSingle):
+    """Adds a term to the loss of `get_loss`."""
+
+    def train_step_single(self, batch, **fit_params):
+        self._set_training(True)
+        y_pred = self.infer(torch.as_tensor(batch[0]))
+        loss = self.get_loss(y_pred, batch[1], training=True)
+        loss = loss + self.module_.last.weight.square().sum()
+        self.backward(loss)
+        return {"loss": loss, "y_pred": y_pred}
+
+
+@fp16
+def test_a_term_added_to_the_loss_counts_as_without_mixed_precision(mode):
+    net = make(mode, type("Own", (Penalty, Net), {})).fit(*table())
+    plain = make(None, type("Plain", (Penalty, NeuralNetClassifier), {})).fit(*table())
+    without = make().fit(*table())
+    assert_near(net, plain)
+    with pytest.raises(AssertionError):
+        assert_near(net, without)
+
+
 def test_gradients_without_scale_step_with_a_warning(caplog):
     class Around(OwnSingle, Net):
         def backward(self, loss):
