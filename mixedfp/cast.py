@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['SECOND_MOMENTS', 'to_half', 'to_float', 'is_castable', 'bn2float', 'WrappedForward', 'FloatForward', 'autocast_dtype',
-           'compute_in_float', 'drop_casts', 'as_patterns', 'find_kept', 'is_called', 'kept_parts', 'model2half',
-           'model2float', 'Policy']
+           'compute_in_float', 'as_patterns', 'find_kept', 'is_called', 'kept_parts', 'model2half', 'model2float',
+           'Policy']
 
 # %% ../nbs/04_cast.ipynb #2c1caee3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from itertools import chain
 from types import CodeType, MethodType
 from typing import Any
 
@@ -145,16 +144,9 @@ def compute_in_float(
     "Cast `module` and its children to 32 bits; widen its inputs and round its output."
     for m in module.modules():
         _cast_own(m, torch.float32)
-    drop_casts(module)
+    FloatForward.remove(module)
     if dtype != torch.float32:
         FloatForward(module).dtype = dtype
-
-
-def drop_casts(
-    module: nn.Module,  # without its children
-) -> None:
-    "Remove the wrapper that `compute_in_float` put around the forward pass of `module`."
-    FloatForward.remove(module)
 
 # %% ../nbs/04_cast.ipynb #keepfp32
 def as_patterns(
@@ -200,18 +192,11 @@ def find_kept(
 def _matches(model, pattern):
     if isinstance(pattern, type):
         return [m for m in model.modules() if isinstance(m, pattern)], []
-    modules = model.named_modules(remove_duplicate=False)
-    return (
-        [m for name, m in modules if fnmatchcase(name, pattern)],
-        [t for name, t in _named_tensors(model) if fnmatchcase(name, pattern)],
+    modules, *tensors = (
+        [found for name, found in named(remove_duplicate=False) if fnmatchcase(name, pattern)]
+        for named in (model.named_modules, model.named_parameters, model.named_buffers)
     )
-
-
-def _named_tensors(model):
-    return chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-
+    return modules, sum(tensors, [])
 
 # %% ../nbs/04_cast.ipynb #statistc
 def is_called(
@@ -273,18 +258,18 @@ def model2float(
     "Cast `model` to 32 bits. Bits lost in a cast to 16 are not restored; only masters keep them."
     for m in model.modules():
         _cast_own(m, torch.float32)
-        drop_casts(m)
+        FloatForward.remove(m)
     return model
 
 # %% ../nbs/04_cast.ipynb #policy01
 @dataclass(frozen=True)
 class Policy:
-    """The settings of a 16-bit model, checked and normalised.
+    """The settings of a training in 16 bits, checked and normalised.
 
     Raises: TypeError, MixedPrecisionError for settings that contradict each other.
     """
 
-    dtype: torch.dtype = torch.float16  # of the model's weights; or a name, such as "bf16"
+    dtype: torch.dtype = torch.float16  # of the copies and the computation; or a name: "bf16"
     flat_master: bool = False  # whether the masters are slices of one vector
     keep_fp32: tuple = ()  # module types, names and globs of the parts that stay in 32 bits
     autocast: bool = True  # whether the forward pass runs under `torch.autocast`

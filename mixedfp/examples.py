@@ -8,7 +8,7 @@ __all__ = ['CIFAR10_CLASSES', 'image_dls', 'cifar10', 'photos', 'conv_layer', 'R
 # %% ../nbs/17_examples.ipynb #8d6be58f
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,19 +21,15 @@ from torch import Tensor, nn
 
 # %% ../nbs/17_examples.ipynb #e407938b
 def _flip_crop(x: Tensor, rng: np.random.Generator, pad: int = 4) -> Tensor:
-    """Return `x` `(b, c, h, w)` with every image flipped, padded and cropped at random."""
-    rows, cols = (_window(rng, len(x), size, pad) for size in x.shape[-2:])
-    flip = rng.random(len(x)) < 0.5
-    cols[flip] = cols[flip, ::-1]
-    b = torch.arange(len(x))[:, None, None]
-    rows, cols = torch.from_numpy(rows)[:, :, None], torch.from_numpy(cols)[:, None, :]
-    return x.permute(0, 2, 3, 1)[b, rows, cols].permute(0, 3, 1, 2).contiguous()
-
-
-def _window(rng: np.random.Generator, b: int, size: int, pad: int) -> np.ndarray:
-    """Return `(b, size)` random positions along the padded axis, reflected into the image."""
-    at = np.abs(rng.integers(-pad, pad + 1, (b, 1)) + np.arange(size))  # -1 → 1: edges once
-    return np.where(at < size, at, 2 * (size - 1) - at)
+    """Return `x` `(b, c, h, w)` with every image padded, cropped and flipped at random."""
+    b, _, *size = x.shape
+    rows, columns = (rng.integers(0, 2 * pad + 1, b) for _ in size)
+    is_flipped = rng.random(b) < 0.5
+    padded = np.pad(x.numpy(), 2 * [(0, 0)] + 2 * [(pad, pad)], "reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, size, (2, 3))
+    out = windows[np.arange(b), :, rows, columns]
+    out[is_flipped] = out[is_flipped, ..., ::-1]
+    return torch.from_numpy(out)
 
 # %% ../nbs/17_examples.ipynb #8f07c72e
 class _AsImage(vision.Transform):
@@ -43,18 +39,13 @@ class _AsImage(vision.Transform):
 
     def __init__(self, size: int):
         super().__init__()
-        self.size = size
+        self.size = (size, size)
 
     def encodes(self, o):
-        if isinstance(o, Tensor):
-            return vision.TensorImage(o)
-        return vision.TensorImage(_to_bytes(vision.PILImage.create(o), self.size))
-
-
-def _to_bytes(image: Image.Image, size: int) -> Tensor:
-    """Return the central square of `image` as `(3, size, size)` bytes."""
-    image = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        if not isinstance(o, Tensor):
+            image = ImageOps.fit(vision.PILImage.create(o), self.size, Image.Resampling.BILINEAR)
+            o = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        return vision.TensorImage(o)
 
 # %% ../nbs/17_examples.ipynb #3fa1a76a
 class _MemoryDL(vision.TfmdDL):
@@ -91,7 +82,6 @@ def image_dls(
     if stats is None:
         x = train[0].float() / 255
         stats = x.mean((0, 2, 3)).tolist(), x.std((0, 2, 3)).tolist()
-    device = vision.default_device() if device is None else torch.device(device)
     items = [(vision.TensorImage(image), vocab[k]) for x, y in (train, valid)
              for image, k in zip(x, y.tolist(), strict=True)]
     tfms = [[vision.ItemGetter(0), _AsImage(train[0].shape[-1])],
@@ -105,69 +95,46 @@ def image_dls(
                              drop_last=i == 0 and n > bs, after_batch=tfms))
         if seed is not None:
             dls[-1].rng = random.Random(seed)
-    return vision.DataLoaders(*dls, device=device)
+    return vision.DataLoaders(*dls, device=torch.device(device or vision.default_device()))
 
 # %% ../nbs/17_examples.ipynb #f2a383ac
-def _spread(n: int, of: int) -> list[int]:
-    """Return `n` numbers evenly spread over `range(of)`."""
-    return [i * of // n for i in range(n)]
-
-
-def _shares(name: str, n: int | None, available: Sequence[int]) -> list[int]:
-    """Divide `n` equally among the classes; a remainder goes to the first ones."""
-    if n is None:
-        return list(available)
-    k = len(available)
-    shares = [n // k + (i < n % k) for i in range(k)]
-    if n < k or any(share > most for share, most in zip(shares, available, strict=True)):
-        raise ValueError(f"{name}={n}: expected {k} to {k * min(available)}, the same number from "
+def _balanced(name: str, n: int | None, classes: list, load: Callable) -> tuple:
+    """Return `n` images, evenly spread over equal parts of `classes`, and their labels."""
+    k, sizes = len(classes), [len(items) for items in classes]
+    if n is not None and not k <= n <= k * min(sizes):
+        raise ValueError(f"{name}={n}: expected {k} to {k * min(sizes)}, the same number from "
                          f"each of {k} classes")
-    return shares
+    shares = sizes if n is None else [n // k + (i < n % k) for i in range(k)]
+    chosen = [items[i * len(items) // share] for items, share in zip(classes, shares, strict=True)
+              for i in range(share)]
+    return load(tuple(chosen)), torch.repeat_interleave(torch.arange(k), torch.tensor(shares))
 
 
 @lru_cache(maxsize=4)
 def _decode(files: tuple[Path, ...]) -> Tensor:
     """Read `files` once into bytes `(n, 3, 32, 32)`."""
-    out = torch.empty(len(files), 3, 32, 32, dtype=torch.uint8)
-    for i, file in enumerate(files):
-        try:
-            with Image.open(file) as image:
-                out[i] = _to_bytes(image, 32)
-        except (OSError, SyntaxError) as e:  # Pillow's errors for damaged images
-            raise ValueError(f"cannot read the image {str(file)!r}: {e}") from e
-    return out
-
-
-def _read(files: list[list[Path]], name: str, n: int | None) -> tuple:
-    """Return images and labels of a balanced subset of `files`, which has a list per class."""
-    shares = _shares(name, n, [len(f) for f in files])
-    chosen = [f[i] for f, share in zip(files, shares, strict=True) for i in _spread(share, len(f))]
-    labels = torch.repeat_interleave(torch.arange(len(files)), torch.tensor(shares))
-    return _decode(tuple(chosen)), labels
+    return torch.stack([_AsImage(32).encodes(file).as_subclass(Tensor) for file in files])
 
 # %% ../nbs/17_examples.ipynb #a3750236
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer",
                    "dog", "frog", "horse", "ship", "truck")
 
 
-def _find_cifar10(path: str | Path | None, classes: Sequence[str], download: bool) -> Path:
-    """Return the first of the four places that contains `classes`."""
-    places = {"path": path, "$CIFAR10_PATH": os.environ.get("CIFAR10_PATH"),
-              "fastai's data folder": fastai_path("data")/"cifar10"}
-    folders = [f"{split}/{c}" for split in ("train", "test") for c in classes]
-    for place in filter(None, places.values()):
-        for root in (Path(place).expanduser()/"cifar10", Path(place).expanduser()):
-            if all((root/folder).is_dir() for folder in folders):
-                return root
+def _find_cifar10(path: str | Path | None, folders: list[str], download: bool) -> Path:
+    """Return the first place that contains `folders`."""
+    places = [path, os.environ.get("CIFAR10_PATH"), fastai_path("data")]
+    roots = [Path(place).expanduser()/name for place in places if place for name in ("cifar10", "")]
+    for root in roots:
+        if all((root/folder).is_dir() for folder in folders):
+            return root
     try:
         if not download:
             raise OSError("download=False")
         return vision.untar_data(vision.URLs.CIFAR)
     except Exception as e:  # no network, no space, no permission
-        tried = "".join(f"\n  {k}: {str(v) if v else 'not given'}" for k, v in places.items())
         raise FileNotFoundError(
-            f"cifar10: no {', '.join(folders)} in any of four places:{tried}\n  download with "
-            f"untar_data(URLs.CIFAR): {type(e).__name__}: {e}\nGive path= or set CIFAR10_PATH to a "
+            f"cifar10: no {', '.join(folders)} in any of {', '.join(map(str, roots))}, nor from "
+            f"untar_data(URLs.CIFAR): {type(e).__name__}: {e}. Give path= or set CIFAR10_PATH to a "
             "folder with train/<class> and test/<class>, or use photos(), which needs no download."
         ) from e
 
@@ -184,40 +151,30 @@ def cifar10(
 ) -> vision.DataLoaders:  # batches (b, 3, 32, 32), float32, normalised, and (b,), int64
     """Return `classes` of CIFAR-10 as fastai `DataLoaders` whose images stay in memory.
 
-    Raises: FileNotFoundError listing the four places if none has the classes; ValueError for an
-    unknown class or too many images.
+    Raises: FileNotFoundError naming the places; ValueError for a wrong class or too many images.
     """
     classes = [classes] if isinstance(classes, str) else list(classes)
-    if len({c for c in classes if c in CIFAR10_CLASSES}) != len(classes) or len(classes) < 2:
+    if len(set(classes) & set(CIFAR10_CLASSES)) != len(classes) or len(classes) < 2:
         raise ValueError(f"cifar10: classes={classes!r}; expected two or more different ones of "
                          f"{', '.join(CIFAR10_CLASSES)}")
-    root = _find_cifar10(path, classes, download)
+    root = _find_cifar10(path, [f"{s}/{c}" for s in ("train", "test") for c in classes], download)
     train, valid = ([sorted(vision.get_image_files(root/split/c)) for c in classes]
                     for split in ("train", "test"))
-    return image_dls(_read(train, "n_train", n_train), _read(valid, "n_valid", n_valid),
-                       classes, vision.cifar_stats, bs=bs, device=device, seed=seed)
+    train = _balanced("n_train", n_train, train, _decode)
+    valid = _balanced("n_valid", n_valid, valid, _decode)
+    return image_dls(train, valid, classes, vision.cifar_stats, bs=bs, device=device, seed=seed)
 
 # %% ../nbs/17_examples.ipynb #3899ed20
-_BAND, _CUT, _EVERY = 128, 32, 8  # pixels: width of a band, size of a cut, stride
+_COLUMNS = {"train": range(9), "valid": (12,)}  # of 16 in a band; they are 8 pixels apart
 
 
-def _corners(split: str, height: int, width: int) -> list[tuple[int, int]]:
-    """Return the top left corners `(row, column)` of the cuts of `split` in a photograph."""
-    first, last = (0, _BAND - 2 * _CUT) if split == "train" else (_BAND - _CUT, _BAND - _CUT)
-    rows = range(0, height - _CUT + 1, _EVERY)
-    bands = range(0, width - _BAND + 1, _BAND)
-    return [(r, band + c) for r in rows for band in bands for c in range(first, last + 1, _EVERY)]
+def _cuts(name: str, split: str) -> Tensor:
+    """Return the cuts of one photograph for `split`, as bytes `(n, 3, 32, 32)`."""
+    from sklearn.datasets import load_sample_image  # fastai requires scikit-learn; slow to import
 
-
-def _cuts(images: list[np.ndarray], split: str, n: int | None) -> tuple[Tensor, Tensor]:
-    """Return images and labels of `split`: `n` from all `images`, evenly spread."""
-    corners = [_corners(split, *image.shape[:2]) for image in images]
-    shares = _shares(f"n_{split}", n, [len(c) for c in corners])
-    cuts = []
-    for image, c, share in zip(images, corners, shares, strict=True):
-        pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)
-        cuts += [pixels[:, y:y+_CUT, x:x+_CUT] for y, x in (c[i] for i in _spread(share, len(c)))]
-    return torch.stack(cuts), torch.repeat_interleave(torch.arange(2), torch.tensor(shares))
+    pixels = torch.from_numpy(load_sample_image(f"{name}.jpg").copy())
+    cuts = pixels.unfold(0, 32, 8).unfold(1, 32, 8)  # (rows, columns, 3, 32, 32)
+    return cuts[:, [i for i in range(cuts.shape[1]) if i % 16 in _COLUMNS[split]]].flatten(0, 1)
 
 
 def photos(
@@ -233,21 +190,17 @@ def photos(
 
     Raises: ValueError for too large an `n_train` or `n_valid`.
     """
-    from sklearn.datasets import load_sample_image  # fastai requires scikit-learn; slow to import
-
     vocab = ["china", "flower"]
-    images = [load_sample_image(f"{name}.jpg") for name in vocab]
-    train, valid = _cuts(images, "train", n_train), _cuts(images, "valid", n_valid)
+    train, valid = ([_cuts(name, split) for name in vocab] for split in _COLUMNS)
+    train = _balanced("n_train", n_train, train, torch.stack)
+    valid = _balanced("n_valid", n_valid, valid, torch.stack)
     return image_dls(train, valid, vocab, bs=bs, device=device, seed=seed)
 
 # %% ../nbs/17_examples.ipynb #50c9d0f8
 def conv_layer(n_in: int, n_out: int, ks: int = 3, stride: int = 1) -> nn.Sequential:
     """Return a convolution without bias, a batch norm, and a leaky ReLU of slope 0.1."""
-    return nn.Sequential(
-        nn.Conv2d(n_in, n_out, ks, stride=stride, padding=ks // 2, bias=False),
-        nn.BatchNorm2d(n_out),
-        nn.LeakyReLU(0.1, inplace=True),
-    )
+    conv = nn.Conv2d(n_in, n_out, ks, stride=stride, padding=ks // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(n_out), nn.LeakyReLU(0.1, inplace=True))
 
 
 class ResLayer(nn.Module):

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from mixedfp.cast import (
+    FloatForward,
     Policy,
     bn2float,
     compute_in_float,
-    drop_casts,
     model2float,
     model2half,
     to_float,
@@ -207,7 +207,7 @@ def test_a_module_that_stays_in_32_bits_is_rounded_once():
         model2half(model, dtype, keep_fp32="0")
         assert model(x).dtype == dtype
     assert_same(model(x), expected)
-    drop_casts(model[0])
+    FloatForward.remove(model[0])
     assert "forward" not in vars(model[0])
 
 
@@ -277,7 +277,7 @@ def test_a_forward_pass_of_the_instance_comes_back():
     layer.forward = own = lambda x: nn.Linear.forward(layer, x) * 2
     compute_in_float(layer, torch.float16)
     assert_same(layer(torch.ones(1, 2)), own(torch.ones(1, 2)).half())
-    drop_casts(layer)
+    FloatForward.remove(layer)
     assert layer.forward is own
 
 

@@ -37,15 +37,14 @@ def machine(monkeypatch, tmp_path):
     return SimpleNamespace(path=tmp_path, patch=monkeypatch)
 
 
-def test_error_names_all_four_places(machine):
+def test_error_names_the_places(machine):
     with pytest.raises(FileNotFoundError) as e:
         cifar10(machine.path / "typo")
     message = str(e.value)
-    assert "no train/airplane, train/dog, test/airplane, test/dog in any of four" in message
-    assert f"path: {machine.path}/typo" in message
-    assert "$CIFAR10_PATH: not given" in message and "fastai's data folder" in message
+    assert "no train/airplane, train/dog, test/airplane, test/dog in any of" in message
+    assert f"{machine.path}/typo, " in message and f"{machine.path}/fastai/data/cifar10" in message
     assert "untar_data(URLs.CIFAR): OSError: no network" in message
-    assert "photos()" in message
+    assert "set CIFAR10_PATH" in message and "photos()" in message
     assert isinstance(e.value.__cause__, OSError)
 
 
@@ -80,15 +79,6 @@ def test_pictures_are_decoded_once(machine):
     machine.patch.setattr(Image, "open", None)  # would raise
     second = cifar10(root, bs=2)
     assert second.train.x.data_ptr() == first.train.x.data_ptr()
-
-
-@pytest.mark.parametrize("data", [b"", b"not an image", None])
-def test_a_damaged_picture_is_named(data, tmp_path):
-    root = make_cifar10(tmp_path)
-    file = root / "train" / "dog" / "0002.png"
-    file.write_bytes(file.read_bytes()[:60] if data is None else data)
-    with pytest.raises(ValueError, match="cannot read the image .*0002.png"):
-        cifar10(root)
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, 1, 9])
