@@ -181,12 +181,12 @@ def _for_kernel(grad):
 
 def _find(optimizer, scale):
     "Divide the gradients by `scale`, unless it is 1; return whether any is nonfinite."
-    params = _params(optimizer)
     if isinstance(scale, Tensor) or scale != 1:
-        _make_divisible(optimizer, params)
-    flags = _flags(_grads(params), _inverse(scale))
+        _make_divisible(optimizer)
+    join = vars(optimizer).get("joined_grads")  # those of flat masters are one tensor
+    flags = _flags(_grads(_params(optimizer)) if join is None else join(), _inverse(scale))
     is_shared = distributed.is_available() and distributed.is_initialized()
-    groups = groups_of(params) if is_shared else []
+    groups = groups_of(params := _params(optimizer)) if is_shared else []
     if not groups and len(flags) == 1 and private.unscales_by_itself(optimizer):
         (flag,) = flags.values()
         if flag.device.type not in READS_ON:
@@ -202,7 +202,8 @@ def _grads(params):
     return [g for g in map(_grad, params) if g is not None]
 
 
-def _make_divisible(optimizer, params):
+def _make_divisible(optimizer):
+    params = _params(optimizer)
     if set(map(_storage, _grads(params))) == {(torch.float32, torch.strided)}:  # most often
         return
     for p in params:

@@ -18,7 +18,14 @@ from .cast import Policy
 from .engine.files import as_own_storage
 from .engine.flat import ChunkLoop, lay_out
 from .engine.masters import Masters
-from .engine.optimizers import core_of, evaluates_once, grads_of, is_elementwise, param_lists
+from .engine.optimizers import (
+    core_of,
+    evaluates_once,
+    grads_of,
+    is_elementwise,
+    is_fused,
+    param_lists,
+)
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import check_positive, warn_once
@@ -64,11 +71,14 @@ class MasterStep:
         self.is_half = policy.dtype.itemsize == 2
         self.is_removed = False
         self.extras = {k: o for k, o in (extras or {}).items() if o is not None}
+        self.before: dict[str, Any] = {}  # the replaced attributes
         self.loop = self._make_loop(policy)
+        if self.loop is not None:
+            self._install(joined_grads=self.loop.grads)
         self.raw = {k: getattr(self.core, k) for k in ("step", "state_dict", "load_state_dict")}
         # a fused kernel skips by itself, so the host need not read what was found
-        self.skips_itself = self.loop is None and unscales_by_itself(self.core)
-        self.before: dict[str, Any] = {}  # the replaced attributes
+        takes_flag = self.loop is None or self.loop.takes_all
+        self.skips_itself = takes_flag and unscales_by_itself(self.core)
         self._install(masters=masters, master_step=self, skip_step=self.skip_step)
         self._install(__reduce_ex__=self._reduce)
         # while the optimizer's own `step` stays: a scaler may skip the next one
@@ -93,11 +103,10 @@ class MasterStep:
 
     def _takes_chunks(self, policy):
         "Return whether the optimizer is stepped in chunks."
-        # a fused kernel processes all parameters at once and needs no gathered gradients; a CPU's
-        # rounds the last numbers of a tensor differently, so chunks would give different bits
-        is_fused = any(g.get("fused") for g in getattr(self.core, "param_groups", ()))
-        is_cut = policy.half_grads or policy.state_dtype
-        return is_elementwise(self.core) and (not is_fused or bool(is_cut))
+        # a CPU's fused kernel rounds the last numbers of a tensor differently
+        on_cpu = any(p.device.type == "cpu" for ps in param_lists(self.core) for p in ps)
+        is_exact = not (is_fused(self.core) and on_cpu) or policy.half_grads or policy.state_dtype
+        return is_elementwise(self.core) and bool(is_exact)
 
     def _install(self, **new):
         "Replace attributes of the optimizer until `remove`."
@@ -192,26 +201,27 @@ class MasterStep:
             return self._step_fused(found)
         if found:
             return self.skip()
-        done = None
-        if self.loop is not None:
-            self._step_chunks(inv_scale)
-        else:
-            if inv_scale is not None:
-                torch._foreach_mul_(grads_of(self.core), inv_scale)
-            done = self._step_raw()
+        if inv_scale is not None and not self.masters.policy.half_grads:
+            torch._foreach_mul_(grads_of(self.core), inv_scale)
+            inv_scale = None
+        done = self._step_raw() if self.loop is None else self._step_chunks(inv_scale=inv_scale)
         self._end()
         return done
 
     def _step_fused(self, found):
         "Let the kernel skip or step, and restore buffers on the device if it skips."
-        own = vars(self.core)
+        own, done = vars(self.core), None
         given = {k: own[k] for k in ("grad_scale", "found_inf") if k in own}
-        own.update({"grad_scale": None, **given, "found_inf": found.on_device})
-        try:
-            done = self.raw["step"]()
-        finally:
-            del own["grad_scale"], own["found_inf"]
-            own.update(given)
+        new = {"grad_scale": None, **given, "found_inf": found.on_device}
+        if self.loop is not None:
+            self._step_chunks(**new)
+        else:
+            own.update(new)
+            try:
+                done = self.raw["step"]()
+            finally:
+                del own["grad_scale"], own["found_inf"]
+                own.update(given)
         self.masters.snapshot.restore(self._own_params(), found.on_device)
         self._end()
         return done
@@ -245,15 +255,12 @@ class MasterStep:
         finally:
             vars(self.core).update(told)
 
-    def _step_chunks(self, inv_scale):
+    def _step_chunks(self, **given):
         is_torch = isinstance(self.core, torch.optim.Optimizer)
         before, after = hooks_around_step(self.core) if is_torch else ([], [])
-        if before and inv_scale is not None and not self.masters.policy.half_grads:
-            torch._foreach_mul_(grads_of(self.core), inv_scale)  # hooks get true gradients
-            inv_scale = None
         for hook in before:
             hook(self.core, (), {})
-        self.loop.step(inv_scale)
+        self.loop.step(**given)
         for hook in after:
             hook(self.core, (), {})
 

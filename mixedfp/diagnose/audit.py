@@ -217,7 +217,7 @@ def _update(shadow, group, p, state):
     full = Parameter(_local(p).float())
     full.grad, before = _local(grad).float(), full.detach().clone()
     try:
-        shadow.step(group, full, own)
+        shadow.step(group, {full: own})
     except Exception:  # the step needs a closure, or tensors that were not copied
         return p, None, ""
     return before.to(p.dtype), full.detach() - before, basis
