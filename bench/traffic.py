@@ -5,7 +5,7 @@
 PyTorch's CUDA code runs on a simulated runtime (`tests/simulated_cuda`), which counts the kernels
 it launches; no kernel computes anything. Products, convolutions and attention are in libraries that
 need a real driver: they are counted by name (`products`) and are the same in all modes. Bytes are
-those of the operands and results of every operation that is not a view, including products; the
+those of the operands and results of every operation that reads or writes, including products; the
 peak is that of the memory allocated by PyTorch. The third step is counted, from the forward pass to
 its end, with fused AdamW.
 """
@@ -89,7 +89,8 @@ class Traffic(TorchDispatchMode):
         self.products += name in PRODUCTS
         there = {t.untyped_storage()._cdata for t in operands}
         is_view = results and all(t.untyped_storage()._cdata in there for t in results)
-        if func._schema.is_mutable or not is_view:
+        is_empty = func.overloadpacket.__name__.startswith("empty")  # nothing is written yet
+        if func._schema.is_mutable or not (is_view or is_empty):
             self.moved += sum(t.numel() * t.itemsize for t in (*operands, *results))
         return out
 

@@ -18,7 +18,7 @@ from .cast import Policy
 from .engine.files import as_own_storage
 from .engine.flat import ChunkLoop, lay_out
 from .engine.masters import Masters
-from .engine.optimizers import (
+from mixedfp.engine.optimizers import (
     core_of,
     evaluates_once,
     grads_of,
@@ -103,10 +103,10 @@ class MasterStep:
 
     def _takes_chunks(self, policy):
         "Return whether the optimizer is stepped in chunks."
-        # a CPU's fused kernel rounds the last numbers of a tensor differently
-        on_cpu = any(p.device.type == "cpu" for ps in param_lists(self.core) for p in ps)
-        is_exact = not (is_fused(self.core) and on_cpu) or policy.half_grads or policy.state_dtype
-        return is_elementwise(self.core) and bool(is_exact)
+        kinds = {p.device.type for ps in param_lists(self.core) for p in ps}
+        is_exact = not is_fused(self.core) or kinds.isdisjoint(_UNEVEN)
+        needs_chunks = policy.half_grads or policy.state_dtype
+        return is_elementwise(self.core) and bool(is_exact or needs_chunks)
 
     def _install(self, **new):
         "Replace attributes of the optimizer until `remove`."
@@ -267,6 +267,8 @@ class MasterStep:
     def skip(self) -> None:
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
         count_as_stepped(self.core)
+        if self.loop is not None:
+            self.loop.checked = []
         self.masters.snapshot.restore(self._own_params())
 
     def _own_params(self):
@@ -322,6 +324,9 @@ _NO_SCALE = (
     "Use mixedfp.scaler.LossScaler, scaler.scale(loss).backward() and "
     "scaler.step(optimizer), or train in bfloat16"
 )
+
+
+_UNEVEN = {"cpu"}  # devices whose fused kernels round the last numbers of a tensor differently
 
 
 def _bound(core, call):

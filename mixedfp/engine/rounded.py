@@ -36,14 +36,14 @@ class Layout(NamedTuple):
         places = [(vector.like[p][1], vector.offsets[p] - first) for p in params]
         return cls(n, n != sum(p.numel() for p in params), places)
 
-    def make(self, like: Any, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        "Return a vector, zeros in its gaps, and its part for each tensor in `like`, but None."
-        some = next(t for t in like if t is not None)
-        whole = torch.empty(self.n, dtype=dtype, device=some.device)
+    def places_for(self, grads: Any) -> list[Tensor]:  # without None
+        "Return float32 memory for gradients, with zeros between them."
+        some = next(g for g in grads if g is not None)
+        whole = torch.empty(self.n, dtype=torch.float32, device=some.device)
         if self.has_gaps:
             whole.zero_()
-        pairs = zip(like, self.places, strict=True)
-        return whole, [whole.as_strided(t.shape, *at) for t, at in pairs if t is not None]
+        pairs = zip(grads, self.places, strict=True)
+        return [whole.as_strided(g.shape, *at) for g, at in pairs if g is not None]
 
 
 class Round(torch.autograd.Function):
@@ -66,11 +66,11 @@ class Round(torch.autograd.Function):
         some = wide = [g for g in grads if g is not None]
         if torch.is_grad_enabled() or any(g.is_sparse for g in some):  # `create_graph`
             wide = some if ctx.keeps_grads else [g.float() for g in some]
-        elif ctx.layout is not None:
-            _, wide = ctx.layout.make(grads, some[0].dtype if ctx.keeps_grads else torch.float32)
-            torch._foreach_copy_(wide, some)
         elif not ctx.keeps_grads:
-            wide = [torch.empty_like(g, dtype=torch.float32) for g in some]
+            if ctx.layout is None:
+                wide = [torch.empty_like(g, dtype=torch.float32) for g in some]
+            else:
+                wide = ctx.layout.places_for(grads)
             torch._foreach_copy_(wide, some)
         each = iter(wide)
         return None, None, None, *(None if g is None else next(each) for g in grads)
