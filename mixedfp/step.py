@@ -268,7 +268,7 @@ class MasterStep:
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
         count_as_stepped(self.core)
         if self.loop is not None:
-            self.loop.checked = []
+            self.loop.forget()
         self.masters.snapshot.restore(self._own_params())
 
     def _own_params(self):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from notebooks import ROOT
 
-CALLS, FILES = 101, 13
+CALLS, FILES = 117, 13
 COMPREHENSIONS = "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"
 PACKAGE = str(ROOT / "mixedfp")
 

@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from itertools import chain, groupby
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,25 +175,11 @@ class Run:
         self.deltas = [(vector.offsets[p] - self.begin) * p.itemsize for p in params]  # bytes
         self.chunks: list[Chunk] = []
 
-    def is_current(self) -> bool:
-        "Return whether the gradients are still neighbours in memory."
-        if self.is_gathered or len(self.params) == 1:
-            return True
-        places = list(map(Tensor.data_ptr, map(_grad, self.params)))
-        return places == [places[0] + d for d in self.deltas]
-
     def grads(self) -> list[Tensor]:
         "Return the gradients themselves, neighbours as one tensor."
-        if self.is_gathered or len(self.params) == 1:
+        if self.is_gathered:
             return list(map(_grad, self.params))
         return [self.params[0].grad.as_strided((self.n,), (1,))]
-
-    def in_order(self) -> Tensor | None:  # (n,)
-        "Return the gradients in the order of the vector; None if they are gathered by chunks."
-        if self.is_gathered:
-            return None
-        (grad,) = self.grads()
-        return in_memory_order(grad, self.params[0].stride()) if grad.dim() > 1 else grad
 
     def cut(self, size: int) -> None:
         "Cut this run into chunks of `size` numbers."
@@ -236,20 +222,31 @@ def _is_dense(grad):
 SMALL = 2**16  # numbers: it takes less time to gather small gradients than to step each
 
 
-def _form(g):
-    "Return what a plan assumes of a gradient."
-    if g is None or g.layout is not torch.strided:
-        return g is None
-    return g.dtype, g.stride(), g.storage_offset()
+def _forms(grads):
+    "Return what a plan assumes of gradients."
+    dense = [g for g in grads if g is not None and g.layout is torch.strided]
+    kinds = [g is None or g.layout for g in grads]
+    each = Tensor.stride, Tensor.storage_offset, attrgetter("dtype")
+    return kinds, *(list(map(f, dense)) for f in each)
 
 
 def _place(p, offset):
     "Return the memory of the gradient and its start, less `offset`; None if it is gathered."
     g = p.grad
     memory = g.untyped_storage()
-    if g.dtype != p.dtype or p.numel() <= SMALL and memory.nbytes() == g.nbytes:
+    is_alone = p.numel() <= SMALL and memory.nbytes() == g.nbytes
+    if is_alone or g.dtype != p.dtype or g.stride() != p.stride():
         return None
-    return id(p) if g.stride() != p.stride() else (memory.data_ptr(), g.storage_offset() - offset)
+    return memory.data_ptr(), g.storage_offset() - offset
+
+
+class _Seen(NamedTuple):
+    "What a plan was made for."
+
+    params: list[Parameter]
+    forms: tuple  # of their gradients
+    states: list[dict]
+    vectors: list[Vector]
 
 
 class ChunkLoop:
@@ -269,9 +266,9 @@ class ChunkLoop:
         self.takes_all = is_fused(core) and not (self.dtypes or masters.policy.half_grads)
         self.states: dict[tuple, Tensor] = {}  # by vector and name
         self.runs: list[Run] = []
-        self.params, self.forms = [], []  # of the current plan: parameters, forms of gradients
-        self.checked: list[Any] = []  # the gradients, from `grads` to the step
-        self.seen: Any = [], None  # the states and vectors after the last step
+        self.seen = _Seen([], (), [], [])
+        self.grads_of: dict[Run, list[Tensor]] = {}  # from the check to the end of the step
+        self.known: list[Any] = []  # the gradients that they are made of
         self.calls: list[list[Chunk]] = []  # the chunks of each call of the optimizer's step
         self.stepped: list[Parameter] = []  # the parameters in them
         self.n_steps = 0
@@ -285,13 +282,11 @@ class ChunkLoop:
     ) -> None:
         "Step all parameters that have a gradient."
         self._prepare()
-        self.checked = []
         self.shadow.refresh(**given)
         self.n_steps += 1
-        grads = {run: run.in_order() for run in self.runs}
         try:
             for chunks in self.calls:
-                self._load(chunks, grads, inv_scale)
+                self._load(chunks, inv_scale)
                 states = {c.param: c.state for c in chunks}
                 n_known = list(map(len, states.values()))
                 states = self.shadow.step(chunks[0].run.group, states)
@@ -302,53 +297,65 @@ class ChunkLoop:
             self._share_numbers()
         finally:
             torch.autograd.graph.increment_version(self.stepped)
-        self._note_states()
+            self.forget()
+        self.seen = self.seen._replace(states=list(self.core.state.values()))
         if any(self.loose):
             self._step_loose(inv_scale)
 
     def grads(self) -> list[Tensor]:
         "Return all gradients of the next step, neighbours as one tensor."
-        self.checked = self._prepare()
-        return [g for r in self.runs for g in r.grads()] + list(map(_grad, chain(*self.loose)))
+        self._prepare()
+        return [*chain(*self.grads_of.values()), *map(_grad, chain(*self.loose))]
+
+    def forget(self) -> None:
+        "Free what `grads` has kept for the step."
+        self.grads_of, self.known = {}, []
 
     def _prepare(self):
-        "Make the plan of this step, unless the last one holds; return all gradients."
-        params = [*chain.from_iterable(lists := param_lists(self.core))]
+        "Make the plan of this step, unless the last one holds, and join neighbours."
+        params = [*chain(*(lists := param_lists(self.core)))]
         grads = list(map(_grad, params))
-        is_known = len(grads) == len(self.checked) and all(map(is_, grads, self.checked))
-        forms = self.forms if is_known else list(map(_form, grads))
-        if not self._is_current(params, forms):
+        is_known = len(grads) == len(self.known) and all(map(is_, grads, self.known))
+        forms = self.seen.forms if is_known else _forms(grads)
+        now = _Seen(params, forms, list(self.core.state.values()), self.masters.vectors)
+        if not (self._is_current(now) and (is_known or self._are_neighbours())):
             lay_out(self.masters, lists)
             self._take_plan(plan_runs(self.core, self.masters, lists), lists)
-            self.params, self.forms = params, forms
-            self._note_states()
-        return grads
+            states = list(self.core.state.values())
+            self.seen, is_known = _Seen(params, forms, states, self.masters.vectors), False
+        if not is_known:
+            self.grads_of, self.known = {run: run.grads() for run in self.runs}, grads
 
-    def _note_states(self):
-        self.seen = list(self.core.state.values()), self.masters.vectors
+    def _is_current(self, now):
+        was = self.seen
+        return (
+            was.vectors is now.vectors
+            and was.forms == now.forms
+            and len(was.states) == len(now.states)
+            and all(map(is_, was.states, now.states))
+            and all(map(is_, was.params, now.params))
+            and all(v.is_current() for v in now.vectors)
+        )
 
-    def _load(self, chunks, grads, inv_scale):
+    def _are_neighbours(self):
+        "Return whether the gradients of each run still lie side by side."
+        for run in self.runs:
+            starts = [] if run.is_gathered else list(map(Tensor.data_ptr, map(_grad, run.params)))
+            if starts and starts != [starts[0] + d for d in run.deltas]:
+                return False
+        return True
+
+    def _load(self, chunks, inv_scale):
         "Give the chunks their gradients, in float32, and widen 16-bit states."
-        parts = [c.gather() if c.run.is_gathered else grads[c.run][c.own] for c in chunks]
+        parts = [
+            c.gather() if c.run.is_gathered else self.grads_of[c.run][0][c.own] for c in chunks
+        ]
         if inv_scale is not None:
             parts = torch._foreach_mul(parts, inv_scale)
         for chunk, grad in zip(chunks, parts, strict=True):
             chunk.param.grad = grad
             for k in chunk.narrow:
                 chunk.state[k] = chunk.views[k].float()
-
-    def _is_current(self, params, forms):
-        states, vectors = self.seen
-        if vectors is not self.masters.vectors or forms != self.forms:
-            return False
-        now = self.core.state.values()
-        return (
-            len(now) == len(states)
-            and all(map(is_, states, now))
-            and all(map(is_, params, self.params))
-            and all(v.is_current() for v in vectors)
-            and all(run.is_current() for run in self.runs)
-        )
 
     def _take_plan(self, runs, lists):
         "Follow the plan: move the states of its runs into vectors, and cut them into chunks."
@@ -357,15 +364,15 @@ class ChunkLoop:
         placed = set(self.stepped)
         self.loose = [[p for p in ps if p.grad is not None and p not in placed] for ps in lists]
         self.states = {k: v for k, v in self.states.items() if k[0] in self.masters.vectors}
-        self.calls, room = [], 0
+        self.calls, n_left = [], 0
         for run in sorted(runs, key=attrgetter("group")):
             self._take_states(run)
             for chunk in run.chunks:
                 n = len(chunk.param)
-                room -= n
-                if room < 0 or self.calls[-1][0].run.group != run.group:
+                n_left -= n
+                if n_left < 0 or self.calls[-1][0].run.group != run.group:
                     self.calls.append([])
-                    room = self._size(run) - n
+                    n_left = self._size(run) - n
                 self.calls[-1].append(chunk)
 
     def _size(self, run):

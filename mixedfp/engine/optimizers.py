@@ -8,6 +8,7 @@ __all__ = ['core_of', 'param_lists', 'grads_of', 'is_elementwise', 'is_fused', '
 # %% ../../nbs/engine/07_optimizers.ipynb #4e112be1
 import inspect
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -97,8 +98,8 @@ class Shadow:
     def step(
         self,
         group: int,  # its hyper-parameters are used
-        states: dict[Tensor, dict],  # by the tensors to step in place; their `grad` is read
-    ) -> dict[Tensor, dict]:  # after the step
+        states: Mapping[Any, dict],  # by the tensors to step in place; their `grad` is read
+    ) -> dict[Any, dict]:  # after the step
         "Step tensors and return their new states."
         twin, hypers, params = self.twin, self.hypers[group], list(states)
         twin.state = defaultdict(dict, states)
