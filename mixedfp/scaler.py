@@ -91,13 +91,16 @@ def _inverse(scale):
 class Flag:
     """Whether gradients contain inf or nan: a number on their device, and its copy on the host.
 
-    The copy arrives later; reading it earlier waits for it.
+    The copy arrives later; reading it earlier waits for it. While a CUDA graph is captured there is
+    no copy: the host does not run when the graph is replayed.
     """
 
     def __init__(self, on_device: Tensor):  # (), float32: above 0 if they do
-        self.on_device, self.event = on_device, None
-        self.on_host = on_device.to("cpu", non_blocking=on_device.is_cuda)
-        if on_device.is_cuda:
+        self.on_device, self.event, self.on_host = on_device, None, None
+        self.is_captured = on_device.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not self.is_captured:
+            self.on_host = on_device.to("cpu", non_blocking=on_device.is_cuda)
+        if on_device.is_cuda and not self.is_captured:
             self.event = torch.cuda.Event()
             self.event.record()
 
@@ -113,7 +116,12 @@ class Flag:
         return self.event is None
 
     def __bool__(self) -> bool:
-        """Read it. Sync: waits unless it is ready."""
+        """Read it. Sync: waits unless it is ready. Raises: MixedPrecisionError in a capture."""
+        if self.on_host is None:
+            raise MixedPrecisionError(
+                "a step that is captured in a CUDA graph cannot be skipped by the host: use a "
+                "fused optimizer with capturable=True, or skip_nonfinite=False"
+            )
         if self.event is not None:
             self.event.synchronize()
             self.event = None
@@ -602,7 +610,15 @@ class LossScaler(GradScaler):
         found: list[Any],  # by the check of each optimizer, bool or `Flag`
         scale: Any = None,  # of the loss; None: another scaler has decided
     ) -> None:
-        "Count a step, which is skipped if anything was found."
+        "Count a step, which is skipped if anything was found, unless it is only captured."
+        if any(isinstance(f, Flag) and f.is_captured for f in found):
+            if self.dynamic:
+                raise MixedPrecisionError(
+                    "the scale of a LossScaler is kept on the host, so replays of a CUDA graph "
+                    "would not change it: call step() and update() outside of the graph, or use "
+                    "torch.amp.GradScaler"
+                )
+            return
         self._settle(waits=not any(isinstance(f, Flag) for f in found))
         self._pending.append((found, scale))
         is_behind = self._ahead is not None or not all(map(_is_ready, found))

@@ -12,12 +12,14 @@ if "simulated_cuda.device" not in sys.modules:
     pytest.skip("counts on the simulated GPU", allow_module_level=True)
 
 sys.path.append(str(ROOT / "bench"))
+import host  # noqa: E402
 import traffic  # noqa: E402
 from networks import LM, loss_of  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.amp import GradScaler  # noqa: E402
 
 from mixedfp.diagnose import memory_of  # noqa: E402
+from mixedfp.formats import MixedPrecisionError  # noqa: E402
 from mixedfp.optimizer import with_masters  # noqa: E402
 from mixedfp.scaler import LossScaler, any_nonfinite  # noqa: E402
 from mixedfp.step import MixedStep  # noqa: E402
@@ -145,3 +147,55 @@ def test_a_gpu_holds_the_bytes_that_mixedfp_memory_works_out(mode):
     roles = "weights", "gradients", "states", "buffers"
     assert allocated().now - before == pytest.approx(sum(row[role] for role in roles), rel=0.03)
     assert active == pytest.approx(row["activations"], rel=0.10)
+
+
+def test_the_host_waits_for_no_step_and_launches_less_than_half_of_autocasts_kernels():
+    rows = host.measure(2)
+    for way in ("each", "flat"):
+        assert rows[way]["waits"] == 0
+        assert rows[way]["launches"] < 0.47 * rows["autocast"]["launches"]
+    assert rows["flat"]["launches"] <= rows["each"]["launches"]
+
+
+def captured(dtype, scaler, flat=False, **settings):
+    """Capture a whole step after a warm-up, as PyTorch describes it; return the counts."""
+    with host.without_products():
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).cuda()
+        opt = torch.optim.AdamW(model.parameters(), capturable=True, **settings)
+        with_masters(model, opt, dtype=dtype, flat_master=flat)
+        x, stream, graph = torch.zeros(4, 8, device="cuda"), torch.cuda.Stream(), None
+
+        def step():
+            opt.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        n_steps, graph = opt.masters.steps[0].guard.n_steps, torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):  # a wait, or a question to an event, is an error here
+            before = traffic.device.counts()
+            step()
+            found = traffic.device.counts() - before
+        assert opt.masters.steps[0].guard.n_steps == n_steps  # nothing has been stepped
+        graph.replay()
+        step()
+    return found
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("dtype, kind", [("bf16", LossScaler), ("fp16", GradScaler)])
+def test_a_whole_step_can_be_captured(dtype, kind, flat):
+    found = captured(dtype, kind("cuda", enabled=dtype == "fp16"), flat, fused=True)
+    assert found.waits == 0 and found.launches > 20
+
+
+def test_what_the_host_would_have_to_decide_cannot_be_captured():
+    with pytest.raises(MixedPrecisionError, match="capturable=True, or skip_nonfinite=False"):
+        captured("bf16", LossScaler(enabled=False))
+    with pytest.raises(MixedPrecisionError, match="outside of the graph"):
+        captured("fp16", LossScaler("cuda"), fused=True)

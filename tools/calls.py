@@ -1,4 +1,8 @@
-"""Counts the package's function calls in one training batch, and fails if there are too many."""
+"""Counts the package's function calls in one training batch, and fails if there are too many.
+
+The calls of a small Learner are counted, and in a loop those that each parameter and each norm of a
+larger network adds: host work that grows with the network.
+"""
 
 import sys
 from collections import Counter
@@ -7,6 +11,8 @@ from pathlib import Path
 from notebooks import ROOT
 
 CALLS, FILES = 117, 13
+# Python functions and built-in ones that each parameter and each norm of a network adds
+BY_PARAMETER, BY_NORM = (0, 5), (3, 6)
 COMPREHENSIONS = "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"
 PACKAGE = str(ROOT / "mixedfp")
 
@@ -58,11 +64,57 @@ def count_batch() -> Counter:
     return counts[-1].found
 
 
+def count_loop(n_linear: int, n_norms: int, **settings) -> tuple[int, int]:
+    """Train a network in a loop; return the Python and the built-in functions a batch calls."""
+    import torch
+    from torch import nn
+
+    from mixedfp.optimizer import with_masters
+
+    layers = [nn.Linear(8, 8) for _ in range(n_linear)]
+    layers += [nn.LayerNorm(8, elementwise_affine=False) for _ in range(n_norms)]
+    model = nn.Sequential(*layers)
+    opt = torch.optim.AdamW(model.parameters())
+    with_masters(model, opt, dtype="bf16", native=True, **settings)
+    found = {"call": 0, "c_call": 0}
+
+    def see(frame, event, _):
+        if event in found and frame.f_code.co_filename.startswith(PACKAGE):
+            found[event] += frame.f_code.co_name not in COMPREHENSIONS or event == "c_call"
+
+    for i in range(4):
+        sys.setprofile(see if i == 3 else None)
+        model(torch.ones(4, 8)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    sys.setprofile(None)
+    return found["call"], found["c_call"]
+
+
+def count_parts(**settings) -> dict[str, tuple]:
+    """Return the calls that a parameter and a norm add to a batch."""
+    base = count_loop(4, 4, **settings)
+    found = {"parameter": (count_loop(79, 4, **settings), 150)}
+    found["norm"] = count_loop(4, 84, **settings), 80
+    return {
+        k: tuple(round((many - few) / n, 1) for many, few in zip(calls, base, strict=True))
+        for k, (calls, n) in found.items()
+    }
+
+
 def main() -> int:
     """Print the counts and, if they are too high, the calls."""
+    grows = False
+    for name, settings in (("each", {}), ("flat", dict(flat_master=True))):
+        for part, calls in count_parts(**settings).items():
+            limits = BY_PARAMETER if part == "parameter" else BY_NORM
+            grows |= any(n > most for n, most in zip(calls, limits, strict=True))
+            print(f"{name}: a {part} adds {calls} Python and built-in calls (limit {limits})")
     found = count_batch()
     calls, files = sum(found.values()), len({file for file, _ in found})
     print(f"a bf16 flat batch: {calls} calls (limit {CALLS}) in {files} files ({FILES})")
+    if grows:
+        return 1
     if calls <= CALLS and files <= FILES and "-v" not in sys.argv:
         return 0
     for (file, name), n in sorted(found.items()):

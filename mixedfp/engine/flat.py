@@ -123,7 +123,7 @@ GPU_CHUNK = 2**24  # numbers: enough to fill a GPU; a step's temporary tensors s
 
 
 class Chunk:
-    "A part of a run, which an optimizer's step sees as one parameter."
+    "A part of a run: one of the parameters of a call of the optimizer's step."
 
     def __init__(self, run, a, b):  # of the run's numbers
         self.run, self.own, self.part = run, slice(a, b), slice(run.begin + a, run.begin + b)

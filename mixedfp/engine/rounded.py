@@ -72,8 +72,10 @@ class Round(torch.autograd.Function):
             else:
                 wide = ctx.layout.places_for(grads)
             torch._foreach_copy_(wide, some)
-        each = iter(wide)
-        return None, None, None, *(None if g is None else next(each) for g in grads)
+        if len(wide) < len(grads):
+            each = iter(wide)
+            wide = [None if g is None else next(each) for g in grads]
+        return None, None, None, *wide
 
 
 # %% ../../nbs/engine/02_rounded.ipynb #r0d00007

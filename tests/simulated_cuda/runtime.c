@@ -26,7 +26,10 @@ enum { GIB = 8, COMPUTE_CAPABILITY = 9, N_PROCESSORS = 132, SHARED_MEMORY = 2324
 API long simulated_launches, simulated_waits, simulated_copies, simulated_pageable_copies;
 API long simulated_bytes, simulated_peak; // of memory on devices, now and at most
 
+static int is_capturing; // a stream records a graph: the host must neither wait nor ask
+
 static cudaError_t wait_for_device(void) {
+    if (is_capturing) return cudaErrorStreamCaptureUnsupported;
     simulated_waits++;
     return cudaSuccess;
 }
@@ -289,29 +292,41 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, in
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) { (void)flags; *s = handle(); return cudaSuccess; }
 API cudaError_t cudaStreamCreate(cudaStream_t *s) { *s = handle(); return cudaSuccess; }
 API cudaError_t cudaStreamDestroy(cudaStream_t s) { free(s); return cudaSuccess; }
-API cudaError_t cudaStreamQuery(cudaStream_t s) { (void)s; return cudaSuccess; }
+API cudaError_t cudaStreamQuery(cudaStream_t s) { (void)s; return is_capturing ? cudaErrorStreamCaptureUnsupported : cudaSuccess; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t s, int *priority) { (void)s; *priority = 0; return cudaSuccess; }
 API cudaError_t cudaStreamSynchronize(cudaStream_t s) { (void)s; return wait_for_device(); }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) { (void)s, (void)e, (void)flags; return cudaSuccess; }
+static enum cudaStreamCaptureStatus capture_status(void) {
+    return is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+}
 API cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) {
     (void)s;
-    *status = cudaStreamCaptureStatusNone;
+    *status = capture_status();
     return cudaSuccess;
 }
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
                                          const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *n) {
     (void)s, (void)graph, (void)nodes, (void)edges, (void)n;
-    *status = cudaStreamCaptureStatusNone;
-    if (id) *id = 0;
+    *status = capture_status();
+    if (id) *id = is_capturing;
     return cudaSuccess;
 }
+// A graph holds nothing; its launch is one launch.
+API cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) { (void)s, (void)mode; is_capturing = 1; return cudaSuccess; }
+API cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) { (void)s; is_capturing = 0; *graph = handle(); return cudaSuccess; }
+API cudaError_t cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t *nodes, size_t *n) { (void)g, (void)nodes; *n = 1; return cudaSuccess; }
+API cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long flags) { (void)g, (void)flags; *e = handle(); return cudaSuccess; }
+API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long flags) { (void)g, (void)flags; *e = handle(); return cudaSuccess; }
+API cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { (void)e, (void)s; simulated_launches++; return cudaSuccess; }
+API cudaError_t cudaGraphDestroy(cudaGraph_t g) { free(g); return cudaSuccess; }
+API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) { free(e); return cudaSuccess; }
 API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { (void)mode; return cudaSuccess; }
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags) { (void)flags; *e = handle(); return cudaSuccess; }
 API cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = handle(); return cudaSuccess; }
 API cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return cudaSuccess; }
 API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { (void)e, (void)s; return cudaSuccess; }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flags) { (void)e, (void)s, (void)flags; return cudaSuccess; }
-API cudaError_t cudaEventQuery(cudaEvent_t e) { (void)e; return cudaSuccess; }
+API cudaError_t cudaEventQuery(cudaEvent_t e) { (void)e; return is_capturing ? cudaErrorStreamCaptureUnsupported : cudaSuccess; }
 API cudaError_t cudaEventSynchronize(cudaEvent_t e) { (void)e; return wait_for_device(); }
 API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { (void)a, (void)b; *ms = 1; return cudaSuccess; }
 
