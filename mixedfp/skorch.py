@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from .cast import Policy, WrappedForward, to_float
 from .engine.buffers import BufferSnapshot
 from .engine.in_float32 import InFloat32
-from .engine.optimizers import evaluates_once
 from .formats import MixedPrecisionError
 from .nested import check_flag, warn_once
 from .optimizer import masters_of, with_masters
@@ -111,7 +110,7 @@ class MixedBatch(TorchFunctionMode):
         "Step with true gradients, or skip. Runs twice, as the scaler calls `optimizer.step`."
         if self.is_stepping:
             return own_step() if closure is None else own_step(closure)
-        if closure is not None and evaluates_once(optimizer):
+        if closure is not None and not isinstance(optimizer, torch.optim.LBFGS):
             closure()
             closure = None
         if closure is None and not self.scaler.n_scaled:

@@ -20,7 +20,6 @@ from .engine.flat import ChunkLoop, lay_out
 from .engine.masters import Masters
 from mixedfp.engine.optimizers import (
     core_of,
-    evaluates_once,
     grads_of,
     is_elementwise,
     is_fused,
@@ -29,7 +28,7 @@ from mixedfp.engine.optimizers import (
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import check_positive, warn_once
-from .scaler import Flag, Guarded, LossScaler, ScaleRecord, Verdict
+from .scaler import Flag, LossScaler, ScaleRecord, Verdict
 from .sharded import check_settings, has_shards, sharded_modules
 from mixedfp.torch_private import (
     as_known_to_schedules,
@@ -147,7 +146,7 @@ class MasterStep:
 
     def step(
         self,
-        closure: Callable[[], Any] | None = None,  # recomputes the gradients, returns the loss
+        closure: Callable[[], Any] | None = None,  # computes gradients, returns the loss; once
     ) -> Any:  # the result of the optimizer's own step
         "Step the parameters, or skip. Raises: MixedPrecisionError inside of a forward pass."
         if self.is_removed:
@@ -158,8 +157,17 @@ class MasterStep:
                 "a step inside computing(model) or a forward pass would leave the 16-bit copies "
                 "as they are: end the block before the step"
             )
+        is_sam = closure is not None and hasattr(self.core, "first_step")
+        if is_sam or isinstance(self.core, torch.optim.LBFGS):
+            raise MixedPrecisionError(
+                f"{type(self.core).__name__} calls its closure several times, so a step cannot be "
+                "skipped: train in bfloat16 with skip_nonfinite=False"
+            )
         if closure is not None:
-            return self._step_with(closure)
+            with torch.enable_grad():
+                loss = closure()
+            self.step()
+            return loss
         count_as_stepped(self.core)
         given, guard = vars(self.core), self.guard
         scaler = given.get("found_by", guard)  # a `LossScaler` that steps this optimizer, if any
@@ -226,32 +234,12 @@ class MasterStep:
         self._end()
         return done
 
-    def _step_with(self, closure):
-        guard = self.guard
-        scaler = closure.func.__self__ if isinstance(closure, Guarded) else None
-        if evaluates_once(self.core):
-            with torch.enable_grad():
-                done = closure()
-            if scaler is None:
-                self.step()
-                return done
-            verdict = scaler.look(self.core)
-            self._step_once(verdict._replace(found_inf=self.read(verdict.found_inf)))
-        elif scaler is None and guard.is_enabled():
-            return guard.step_alone(self.core, closure)  # which calls this again
-        else:
-            done = self._step_raw(closure)
-            self._end()
-        if scaler is not None and scaler is not guard:
-            guard.count([False])
-        return done
-
-    def _step_raw(self, *closure):
+    def _step_raw(self):
         "Run the optimizer's own step; the gradients are unscaled and must not be rescaled."
         told = {k: vars(self.core)[k] for k in ("grad_scale", "found_inf") if k in vars(self.core)}
         vars(self.core).update(dict.fromkeys(told))
         try:
-            return self.raw["step"](*closure)
+            return self.raw["step"]()
         finally:
             vars(self.core).update(told)
 

@@ -157,7 +157,6 @@ class NormedSGD(optim.SGD):
 
 OTHERS_OF_TORCH = {
     "Adafactor": partial(optim.Adafactor, lr=0.05),
-    "LBFGS": partial(optim.LBFGS, lr=0.5, max_iter=3),
     "an_optimizer_of_ones_own": partial(NormedSGD, lr=0.1, momentum=0.9),
 }
 OF_TORCH = ELEMENTWISE_OF_TORCH | FUSED | OTHERS_OF_TORCH
@@ -179,13 +178,11 @@ def loop_allows(row):
     """Whether PyTorch alone can do it, and we promise it."""
     cells, optimizer = row.cells, row.optimizer
     workflow = cells.get("workflow", "iterating")
-    if optimizer == "LBFGS" and workflow != "calling_a_closure":
-        return False
     if DEVICE == "cuda" and optimizer in NOT_ON_CUDA:
         return False
     if DEVICE == "cuda" and (optimizer, workflow) == ("SGD_nesterov", "looking_at_everything"):
         return False  # over whole tensors it writes into the gradients, in chunks into copies
-    if DEVICE == "cuda" and optimizer in FUSED and row.model == "complex":
+    if optimizer in FUSED and row.model == "complex":
         return False
     if IS_OLD and optimizer == "Adagrad" and workflow == "adding_a_group":
         return False
@@ -238,7 +235,6 @@ class Loop:
         self.row, self.dtype, self.kept = row, dtype, kept
         self.is_plain, self.net, self.log = dtype is None, NETS[row.model], []
         self.model = self.net.build()
-        self.needs_closure = row.optimizer == "LBFGS"
         self.left_out = set()
         self.opt = self.make_opt()
         self.scaler, self.scale, self.seen = None, 1.0, []
@@ -248,8 +244,6 @@ class Loop:
 
     def make_opt(self):
         """Make the optimizer, with two groups where it takes them."""
-        if self.needs_closure:
-            return OF_TORCH[self.row.optimizer](self.model.parameters())
         held = [p for p in self.params if p not in self.left_out]
         groups = {"params": held[::2]}, {"params": held[1::2], "lr": 0.02}
         return OF_TORCH[self.row.optimizer](list(groups))
@@ -315,9 +309,6 @@ class Loop:
     def iterate(self, n, first=0):
         """Train on `n` batches."""
         for i in range(first, first + n):
-            if self.needs_closure:
-                self.step_with_closure(i)
-                continue
             self.zero_grad()
             self.backward(i)
             self.step()

@@ -341,7 +341,7 @@ def _dtypes(o):
 LOADED = [k for k in NETS if k != "counter"]  # its last buffer comes with the first batch
 FILES = dict(
     model=LOADED,
-    optimizer=[k for k in OF_TORCH if k != "LBFGS"],
+    optimizer=list(OF_TORCH),
 )
 
 

@@ -221,24 +221,24 @@ def test_only_buffers_that_change_are_copied_and_restored(fused, late, monkeypat
 @dtypes
 @pytest.mark.parametrize("half", [False, True])
 def test_a_closure_of_a_flat_optimizer_is_the_step_without_one(dtype, half):
+    """It is called once, before the step."""
+
     def train(with_closure):
         model = net()
         opt = torch.optim.AdamW(model.parameters(), 0.01)
         with_masters(model, opt, dtype=dtype, flat_master=True, half_grads=half)
-        scaler = LossScaler("cpu", 2.0**10)
         for factor in FACTORS:
 
             def closure(factor=factor):
                 opt.zero_grad()
                 loss = model(X).float().square().mean() * factor
-                scaler.scale(loss).backward()
+                loss.backward()
                 return loss
 
             if not with_closure:
                 closure()
-            scaler.step(opt, *([closure] if with_closure else []))
-            scaler.update()
-        assert opt.masters.skipped == scaler.skipped == [1, 5, 6]
+            opt.step(*([closure] if with_closure else []))
+        assert opt.masters.skipped == [1, 5, 6]
         return [model.state_dict(), opt.state_dict()["state"]]
 
     assert_same(train(True), train(False))
@@ -355,3 +355,29 @@ def test_the_skip_that_stops_a_training_changes_nothing_either():
             scaler.step(opt)
             scaler.update()
     assert_same(dict(model.state_dict()), before)
+
+
+def test_optimizers_that_call_a_closure_several_times_are_refused():
+    class SAM(torch.optim.SGD):
+        def first_step(self):
+            """Climb."""
+
+    for make, closure in ((torch.optim.LBFGS, lambda: 0.0), (SAM, lambda: 0.0)):
+        model = net()
+        opt = make(model.parameters())
+        with_masters(model, opt, dtype="bf16")
+        with pytest.raises(MixedPrecisionError, match="skip_nonfinite=False"):
+            opt.step(closure)
+    model = net()
+    opt = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    with_masters(model, opt, dtype="bf16", skip_nonfinite=False)
+    calls = []
+
+    def again():
+        opt.zero_grad()
+        calls.append(model(X).square().mean())
+        calls[-1].backward()
+        return calls[-1]
+
+    opt.step(again)
+    assert len(calls) > 1 and calls[-1] < calls[0]

@@ -134,8 +134,7 @@ def adding_a_group(run):
 def calling_a_closure(run):
     for i in range(3):
         run.step_with_closure(i)
-    if not run.needs_closure:
-        run.iterate(1)
+    run.iterate(1)
 
 
 @loop
