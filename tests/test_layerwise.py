@@ -244,8 +244,9 @@ def test_an_overflow_is_attributed_to_the_scales_it_had():
     shared, twins = nn.Linear(4, 4), [nn.Linear(4, 4), nn.Linear(4, 4)]
     twins[1].weight = twins[0].weight
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(nn.Linear(4, 4), shared), *twins)
-    # a shared part belongs to the last of its containers; a part without a scale; a tied weight
-    for p, own in ((shared.weight, "1"), (model[1][0].bias, "1"), (twins[0].weight, "23")):
+    # a shared part belongs to the last of its containers, so that 0 has none and joins the others
+    # a part without a scale; a tied weight
+    for p, own in ((shared.weight, "01"), (model[1][0].bias, "01"), (twins[0].weight, "023")):
         scaler = LayerwiseGradientScaler(model, dict.fromkeys("0123", 8.0))
         scaler.scale()
         model.zero_grad()
@@ -256,7 +257,7 @@ def test_an_overflow_is_attributed_to_the_scales_it_had():
         assert scaler.layer_scales == {k: 4.0 if k in own else 8.0 for k in "0123"}
 
 
-def test_a_layer_without_parameters_overflows_by_itself():
+def test_a_layer_without_parameters_backs_off_with_those_below():
     model = nn.Sequential(nn.Linear(4, 4), nn.AvgPool1d(1), nn.Flatten(0))
     scaler = LayerwiseGradientScaler(model, {"1": 2.0**100, "2": 2.0**127, "0": 1.0})
     opt = SGD(model.parameters(), lr=1.0)
@@ -264,13 +265,6 @@ def test_a_layer_without_parameters_overflows_by_itself():
     (model(torch.randn(5, 4)) * 2.0**5).sum().backward()
     assert not scaler.unscale() and not scaler.step(opt)
     assert scaler.layer_scales == {"0": 0.5, "1": 2.0**99, "2": 2.0**126}
-    model = Graph(lambda m, x: (m.a(x), m.act(x)), act=nn.Tanh())  # no parameter shows this one
-    scaler = LayerwiseGradientScaler(model, {"act": 2.0**10, "a": 4.0})
-    scaler.scale()
-    out, other = model(torch.ones(2, 4, requires_grad=True))
-    (out.sum() + (other * 3e38).sum()).backward()
-    assert scaler.unscale() and scaler.step(SGD(model.parameters(), lr=1.0))
-    assert scaler.layer_scales == {"a": 4.0, "act": 2.0**9}
 
 
 patterns = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=25)
@@ -303,7 +297,7 @@ def test_each_scale_goes_its_own_bounded_way_saved_or_not(overflows, interval, f
                 scales[name], clean[name] = max(1.0, scales[name] * factors[1]), 0
             elif clean[name] == interval:
                 scales[name], clean[name] = min(64.0, scales[name] * factors[0]), 0
-        assert scaler.state_dict() == dict(scales=scales, growth_trackers=clean, auto_steps_left=0)
+        assert scaler.state_dict() == dict(scales=scales, growth_trackers=clean)
         with pytest.raises(MixedPrecisionError, match="twice for one optimizer"):
             scaler.step(opts[1])
     assert_same(model.state_dict(), before)
@@ -327,7 +321,7 @@ def test_after_an_exception_the_next_iteration_is_right(active, error):
     scaler.scale()
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))  # has hooks that do nothing
     copied(x * math.inf)
-    assert n_hooks(copied) and not scaler._hooks.order
+    assert n_hooks(copied) and scaler._hooks.trace.starts == [0]
     total(model(x)).backward()
     assert scaler.unscale() and not n_hooks(model)
     assert_same([p.grad for p in model.parameters()], plain)
@@ -361,18 +355,3 @@ def test_a_bare_16_bit_model_is_warned_of_flushing(caplog):
             p.grad_dtype = dtype
         LayerwiseGradientScaler(net, {"0": 2.0, "2": 2.0}).begin()
         assert caplog.text.count("4 parameters of layers with scales have float16") == n
-
-
-def test_each_step_of_the_search_looks_at_its_own_gradients():
-    """A first loss that is far larger than the next ones leaves no trace in the scales."""
-    found, (x, y) = [], tiny_batch()
-    for losses in ([1.0], [2.0**12, 1.0]):
-        net = tiny_net()
-        scaler = LayerwiseGradientScaler(net, auto=True, auto_steps=len(losses))
-        for factor in losses:
-            scaler.scale()
-            (factor * F.cross_entropy(net(x), y)).backward()
-            scaler.unscale()
-            scaler.update()
-        found.append(scaler.layer_scales)
-    assert found[0] == found[1] and len(set(found[0].values())) > 1
