@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import torch_private as private
 from .formats import MixedPrecisionError
-from .nested import check_factors, check_positive, check_steps, map_tensors, warn_once
+from .nested import check_factors, check_positive, check_steps, warn_once
 
 # %% ../nbs/07_layerwise.ipynb #764cd9cd
 @dataclass(eq=False)
@@ -38,62 +37,88 @@ class LayerInfo:
 
 # %% ../nbs/07_layerwise.ipynb #8544d50e
 _LEAF = 2**64 - 1  # PyTorch's number for the nodes of leaves
+_TRACE = "mixedfp.layerwise"  # a key in the metadata of nodes
 
 
 class _Trace:
-    "The layer that created each node of the graph: a step function of node numbers."
+    """The forward passes of one iteration, and the backward passes of their losses.
+
+    The scale of the layer that created a node is a step function of the node's number.
+    """
 
     def __init__(self):
         self.starts: list[int] = [0]  # numbers of nodes, ascending
-        self.owners: list[LayerInfo | None] = [None]  # from that node on; None: no scaled layer
-        self.running: list[LayerInfo | None] = []  # the owners to return to
-        self.begun = 0  # number of the first node of the outermost call
+        self.scales: list[float] = [1.0]  # from that node on; 1 outside of layers with a scale
+        self.outer: list[float] = []  # the scales to return to
+        self.thread = 0  # of the forward passes
+        self.backwards: set[int] = set()  # numbers of the backward passes of traced losses
 
-    def enter(self, owner: LayerInfo | None) -> None:
-        if not self.running:
-            self.begun = private.next_sequence_number()
-        self.running.append(self.owners[-1])
-        self._note(owner or self.owners[-1])
+    def enter(self, scale: float | None) -> None:  # None: keeps the one of the layer around it
+        if self.thread not in (0, threading.get_ident()):  # each thread numbers its nodes from 0
+            raise MixedPrecisionError("layers with scales run in a second thread: expected one")
+        self.thread = threading.get_ident()
+        self.outer.append(self.scales[-1])
+        self._note(self.scales[-1] if scale is None else scale)
 
     def leave(self) -> None:
-        self._note(self.running.pop())
+        if self.outer:
+            self._note(self.outer.pop())
 
-    def end(self) -> None:  # of the outermost call, whether or not it raised
-        self.running.clear()
-        self._note(None)
+    def end(self) -> None:  # of a pass, whether or not it raised
+        self.outer.clear()
+        self._note(1.0)
 
-    def _note(self, owner):
+    def _note(self, scale):
         number = private.next_sequence_number()
         if number == self.starts[-1]:  # no node in between
-            self.owners[-1] = owner
-        elif owner is not self.owners[-1]:
+            self.scales[-1] = scale
+        elif scale != self.scales[-1]:
             self.starts.append(number)
-            self.owners.append(owner)
-
-    def owner(self, node: Any) -> LayerInfo | None:
-        number = private.sequence_number(node)
-        return None if number == _LEAF else self.owners[bisect_right(self.starts, number) - 1]
+            self.scales.append(scale)
 
     def scale(self, node: Any) -> float:
-        owner = self.owner(node)
-        return 1.0 if owner is None else owner.scaling_factor
+        number = private.sequence_number(node)
+        return 1.0 if number == _LEAF else self.scales[bisect_right(self.starts, number) - 1]
+
+    def hook(self, root: Any) -> None:  # the node of a loss
+        "Multiply gradients where the graph below `root` goes from one scale to another."
+        root.register_prehook(lambda _: self.backwards.add(private.backward_id()))
+        seen, todo = set(), [root]
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                words = "a checkpoint with use_reentrant=True in a model with layer scales"
+                raise MixedPrecisionError(f"{words}: expected use_reentrant=False")
+            if node.metadata.get(_TRACE, self) is not self:
+                words = "the loss uses the graph of an earlier iteration"
+                raise MixedPrecisionError(f"{words}: expected detached tensors")
+            nexts, scale = [n for n, _ in node.next_functions], self.scale(node)
+            todo += [n for n in nexts if n is not None]
+            factors = [1.0 if n is None else self.scale(n) / scale for n in nexts]
+            if any(f != 1 for f in factors) and _TRACE not in node.metadata:
+                node.metadata[_TRACE] = self
+                node.register_hook(partial(self._multiply, factors))
+
+    def _multiply(self, factors, grads, _):
+        if torch.is_grad_enabled():
+            raise MixedPrecisionError(
+                "a backward pass with create_graph=True reaches a layer with a scale: second "
+                "derivatives would be wrong. Compute this loss without layer scales"
+            )
+        if private.backward_id() not in self.backwards:
+            raise MixedPrecisionError("backward without trace_loss: expected trace_loss(loss)")
+        return tuple(map(_times, grads, factors))
 
 # %% ../nbs/07_layerwise.ipynb #64fc33d3
-def _times(g: Tensor | None, factor: float | None) -> Tensor | None:
-    if g is None or factor in (None, 1):
+def _times(g: Tensor | None, factor: float) -> Tensor | None:
+    if g is None or factor == 1:
         return g
     if 2.0**-126 <= factor < 2.0**128:  # PyTorch's kernels keep it in float32
         return g * factor
     return (g.double() * factor).to(g.dtype)
-
-
-def _multiply(factors, grads, *_):
-    if torch.is_grad_enabled():
-        raise MixedPrecisionError(
-            "a backward pass with create_graph=True reaches a layer with a scale: second "
-            "derivatives would be wrong. Compute this loss without layer scales"
-        )
-    return tuple(map(_times, grads, factors))
 
 # %% ../nbs/07_layerwise.ipynb #d6b98b76
 class _Hook:
@@ -112,89 +137,7 @@ class _Hook:
 def has_scale(module: nn.Module) -> bool:
     "Return whether `module` is inside a layer with a scale, whose next pass is traced."
     hooks = [h.f for h in module._forward_pre_hooks.values() if isinstance(h, _Hook)]
-    return any(f is not None and module in f.__self__.owners for f in hooks)
-
-
-_HOOKED, _EXIT = "mixedfp.layerwise", "mixedfp.layerwise.exit"  # keys in the metadata of nodes
-
-
-class _Hooks:
-    "A model's hooks: on modules to record their nodes, on nodes to multiply gradients."
-
-    def __init__(self, model: nn.Module, scaled: list[LayerInfo]):  # outer before inner
-        self.model = model
-        self.owners = {m: info for info in scaled for m in info.layer.modules()}
-        self.handles: list[RemovableHandle] = []
-        self.begin()
-
-    def begin(self) -> None:
-        self.trace, self.thread = _Trace(), 0
-
-    def put_on(self) -> None:
-        self.take_off()
-        for m in self.model.modules():
-            if not self.owners.keys().isdisjoint(m.modules()):
-                before, after = _Hook(self.enter), _Hook(self._leave)
-                self.handles.append(m.register_forward_pre_hook(before, prepend=True))
-                self.handles.append(m.register_forward_hook(after, always_call=True))
-
-    def take_off(self) -> None:
-        while self.handles:
-            self.handles.pop().remove()
-
-    def enter(self, module, *_):
-        if private.backward_id() != -1:  # a checkpoint's recomputation: its graph is not used
-            return
-        me = threading.get_ident()
-        if self.thread not in (0, me):  # each thread numbers its nodes from 0
-            raise MixedPrecisionError("layers with scales run in a second thread: expected one")
-        self.thread = me
-        self.trace.enter(self.owners.get(module))
-
-    def _leave(self, module, args, output):
-        if private.backward_id() == -1 and self.trace.running:
-            self.trace.leave()
-            if not self.trace.running:
-                self._trace_output(output)
-
-    def _trace_output(self, output):
-        nodes: list[Any] = []
-        map_tensors(lambda t: nodes.append(t.grad_fn) or t, output)
-        begun = self.trace.begun
-        new = [n for n in nodes if n is not None and begun <= private.sequence_number(n) < _LEAF]
-        for node in dict.fromkeys(new):
-            scale = self.trace.scale(node)
-            if scale != 1:
-                node.metadata[_EXIT] = True
-                node.register_prehook(partial(_multiply, repeat(scale)))
-        self.walk(new, begun)
-
-    def walk(self, nodes, begun):
-        "Hook the nodes from `nodes` down to number `begun`."
-        seen, todo = set(), list(nodes)
-        while todo:
-            node = todo.pop()
-            if node in seen or not begun <= private.sequence_number(node) < _LEAF:
-                continue
-            seen.add(node)
-            nexts = [n for n, _ in node.next_functions]
-            self._hook(node, nexts)
-            todo += [n for n in nexts if n is not None]
-
-    def _hook(self, node, nexts):
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            words = "a checkpoint with use_reentrant=True in a model with layer scales"
-            raise MixedPrecisionError(f"{words}: expected use_reentrant=False")
-        factors = [n and self._factor(node, n) for n in nexts]
-        if any(f not in (None, 1) for f in factors) and not node.metadata.get(_HOOKED):
-            node.metadata[_HOOKED] = True
-            node.register_hook(partial(_multiply, factors))
-
-    def _factor(self, node, below):
-        "Return the factor that converts a gradient from the scale of `node` to that of `below`."
-        # an exit applies its layer's scale itself, so it receives an unscaled gradient
-        wanted = 1.0 if _EXIT in below.metadata else self.trace.scale(below)
-        return wanted / self.trace.scale(node)
+    return any(f is not None and module in f.__self__.modules for f in hooks)
 
 # %% ../nbs/07_layerwise.ipynb #ebd23998
 def _with_nonfinite_grads(model):
@@ -229,10 +172,11 @@ def _check_scales(scales, model, low, high):
 class LayerwiseGradientScaler:
     """Gives layers of `model` their own scales, and every parameter its true gradient.
 
-    One iteration: `scale()`, forward and `backward` (any number of them), `unscale()` (`is_scaling`
-    is True until then), `step(optimizer)` once for each optimizer. The scale of a layer with inf or
-    nan in its gradients backs off, a clean layer's grows; a step is skipped unless all
-    gradients are finite. A module without a scale uses that of the innermost module with one.
+    One iteration: `scale()`, forward passes and `trace_loss(loss).backward()`, any number of both,
+    `unscale()` (`is_scaling` is True until then), `step(optimizer)` once for each optimizer. The
+    scale of a layer with inf or nan in its gradients backs off, a clean layer's grows; a step is
+    skipped unless all gradients are finite. A module without a scale uses that of the innermost
+    module with one. A layer without parameters backs off with any other.
     Raises: TypeError, ValueError for wrong settings; MixedPrecisionError for calls out of order,
     and for graphs that cannot be scaled layer by layer. Sync: `unscale` reads once.
     Source: fairscale 0.4, `layerwise_gradient_scaler`, for the method names; there a module divides
@@ -259,18 +203,15 @@ class LayerwiseGradientScaler:
         self.growth_interval = check_steps("growth_interval", growth_interval)
         named = model.named_modules()
         self._scaled = [LayerInfo(k, m, scales[k]) for k, m in named if k in scales]
-        self._hooks = _Hooks(model, self._scaled)
-        self.is_scaling, self._is_finite, self._stepped = False, None, []
+        # the modules inside layers with a scale, each with the innermost such layer
+        self.modules = {m: info for info in self._scaled for m in info.layer.modules()}
+        self._handles: list[RemovableHandle] = []
+        self.is_scaling, self._is_finite, self._stepped, self._trace = False, None, [], _Trace()
 
     @property
     def layer_scales(self) -> dict[str, float]:
         "The current scales, by layer name."
         return {info.layer_name: info.scaling_factor for info in self._scaled}
-
-    @property
-    def modules(self) -> set[nn.Module]:
-        "All modules inside layers with a scale."
-        return set(self._hooks.owners)
 
     def get_layer_info(self) -> list[LayerInfo]:  # in the order of `named_modules()`
         "Return the layers with their own scale."
@@ -278,17 +219,37 @@ class LayerwiseGradientScaler:
 
     def get_backward_hooks(self) -> list[RemovableHandle]:
         "Return the hooks on the model's modules: none between `unscale` and `scale`."
-        return list(self._hooks.handles)
+        return list(self._handles)
 
     def scale(self) -> None:
         "Begin an iteration: from here on, every forward pass of the model is traced."
         self.begin()
-        self._hooks.put_on()
+        self._put_on()
+
+    def _put_on(self):
+        self._take_off()
+        for m in self.model.modules():
+            if not self.modules.keys().isdisjoint(m.modules()):
+                before, after = _Hook(self._enter), _Hook(self._leave)
+                self._handles.append(m.register_forward_pre_hook(before, prepend=True))
+                self._handles.append(m.register_forward_hook(after, always_call=True))
+
+    def _take_off(self):
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _enter(self, module, *_):
+        if private.backward_id() == -1:  # not a checkpoint's recomputation, whose graph is unused
+            info = self.modules.get(module)
+            self._trace.enter(None if info is None else info.scaling_factor)
+
+    def _leave(self, *_):
+        if private.backward_id() == -1:
+            self._trace.leave()
 
     def begin(self) -> None:
         "Begin an iteration in which only forward passes inside `active` are traced."
-        self.is_scaling, self._is_finite, self._stepped = True, None, []
-        self._hooks.begin()
+        self.is_scaling, self._is_finite, self._stepped, self._trace = True, None, [], _Trace()
         params = {p for info in self._scaled for p in info.layer.parameters()}
         bare = sum(p.dtype == p.grad_dtype == torch.float16 for p in params)
         if bare:
@@ -300,32 +261,30 @@ class LayerwiseGradientScaler:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        "Trace one forward pass of the model; its losses need `trace_loss`."
-        hooks = self._hooks
+        "Trace one forward pass of the model."
         try:
             if self.is_scaling:
-                hooks.enter(self.model)
-                hooks.put_on()
+                self._enter(self.model)
+                self._put_on()
             yield
         finally:
-            hooks.trace.end()
-            hooks.take_off()
+            self._trace.end()
+            self._take_off()
 
     def trace_loss(
         self,
         loss: Tensor,  # computed from any tensors of a forward pass since `scale` or `begin`
     ) -> Tensor:  # the same value; call `backward` on it
-        "Scale the graph of `loss`; required after `active`, or if it uses more than the output."
+        "Scale the graph of `loss`, layer by layer."
         if not self._scaled or not self.is_scaling or loss.grad_fn is None:
             return loss
-        if self._hooks.trace.scale(loss.grad_fn) != 1:
-            loss = loss.view_as(loss)  # adds a node outside all layers
-        self._hooks.walk([loss.grad_fn], 0)
+        loss = loss.clone()  # a node outside all layers, for this loss alone
+        self._trace.hook(loss.grad_fn)
         return loss
 
     def remove(self) -> None:
         "Remove all hooks from the model, at any time; `scale` adds them back."
-        self._hooks.take_off()
+        self._take_off()
         self.is_scaling = False
 
     def unscale(self) -> bool:  # whether all gradients of parameters are finite
@@ -335,11 +294,13 @@ class LayerwiseGradientScaler:
         """
         if not self.is_scaling:
             raise MixedPrecisionError("unscale() before scale(): expected scale(), then a backward")
+        if self._scaled and not self._trace.backwards:
+            raise MixedPrecisionError("no backward pass since scale(): expected trace_loss(loss)")
         self.remove()
         overflowed = _with_nonfinite_grads(self.model)
         self._is_finite = not overflowed
         own: dict[LayerInfo, set] = {info: set() for info in self._scaled}  # parameters
-        for m, info in self._hooks.owners.items():  # a shared one is in several layers
+        for m, info in self.modules.items():  # a shared one is in several layers
             own[info].update(m.parameters(recurse=False))
         for info, params in own.items():  # one without parameters may have caused any overflow
             info.found_inf_or_nan = bool(overflowed & params if params else overflowed)
