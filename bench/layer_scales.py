@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
+from mixedfp.diagnose import precision_report
 from mixedfp.examples import Darknet, cifar10
 from mixedfp.layerwise import LayerwiseGradientScaler
 from mixedfp.optimizer import with_masters
@@ -120,13 +121,25 @@ class Cifar:
             yield x.as_subclass(Tensor), y.as_subclass(Tensor)
 
 
+def scales_for(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
+    """Return scales that move each layer's gradients to the middle of float16's range."""
+    modules = precision_report(model, [(x, y)], F.cross_entropy).modules
+    middles = {m.name: sum(m.window) / 2 for m in modules if math.isfinite(sum(m.window))}
+    lowest, scales = min(middles.values()), {}  # the lowest is left to the loss scale
+    for name, _ in model.named_modules():
+        inside = [e for k, e in middles.items() if f"{k}.".startswith(f"{name}.")]
+        if inside:  # the first module has no window: its input has no gradient
+            scales[name] = 2.0 ** round(middles.get(name, inside[0]) - lowest)
+    return scales
+
+
 class Run:
     """A model and its optimizer in one mode, and the loop's steps."""
 
-    def __init__(self, mode: str, model: nn.Module, get_optimizer: Callable):
+    def __init__(self, mode: str, model: nn.Module, scales: dict, get_optimizer: Callable):
         dtype = torch.float32 if mode == "fp32" else torch.float16
         self.model, self.opt = with_masters(model, get_optimizer(model), dtype=dtype)
-        self.layers = LayerwiseGradientScaler(model, auto=True) if mode == "layer scales" else None
+        self.layers = LayerwiseGradientScaler(model, scales) if mode == "layer scales" else None
         # grows early, so that the single scale is as high as possible
         settings = {"growth_interval": 25, "enabled": mode != "fp32", "layers": self.layers}
         self.scaler = LossScaler("cpu", **settings)
@@ -178,7 +191,8 @@ def train_one(task: type, mode: str, seed: int) -> dict:
     data = task(seed)
     torch.manual_seed(seed)
     fresh = data.model()
-    run = Run(mode, copy.deepcopy(fresh), data.optimizer)
+    scales = scales_for(fresh, *next(data.train())) if mode == "layer scales" else {}
+    run = Run(mode, copy.deepcopy(fresh), scales, data.optimizer)
     rate = OneCycleLR(run.opt, [g["lr"] for g in run.opt.param_groups], task.epochs * task.steps)
     for _ in range(task.epochs):
         for x, y in data.train():

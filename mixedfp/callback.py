@@ -82,7 +82,7 @@ class MixedPrecision(Callback):
         max_scale: float = 2.0**24,  # upper bound of a dynamic scale
         max_skips: int = 30,  # in a row; then an error names the layers
         enabled: bool = True,  # fastai's switch for scaling
-        layer_scales: Mapping[str, float] | str | None = None,  # by layer name, or "auto"
+        layer_scales: Mapping[str, float] | None = None,  # by layer name
         keep_fp32: type | str | Iterable[type | str] = (),  # kept in float32: types, names, globs
         autocast: bool = True,  # the forward pass runs under torch.autocast; False: all in 16 bits
         native: bool = False,  # use a CPU's 16-bit kernels even if they are slow

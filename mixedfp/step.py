@@ -18,16 +18,10 @@ from .cast import Policy
 from .engine.files import as_own_storage
 from .engine.flat import ChunkLoop, lay_out
 from .engine.masters import Masters
-from mixedfp.engine.optimizers import (
-    core_of,
-    grads_of,
-    is_elementwise,
-    is_fused,
-    param_lists,
-)
+from .engine.optimizers import core_of, grads_of, is_elementwise, is_fused, param_lists
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
-from .nested import check_positive, warn_once
+from .nested import warn_once
 from .scaler import Flag, LossScaler, ScaleRecord, Verdict
 from .sharded import check_settings, has_shards, sharded_modules
 from mixedfp.torch_private import (
@@ -340,13 +334,15 @@ class MixedStep:
         self,
         policy: Policy,
         scaler: LossScaler | None = None,  # default: dynamic for float16, else one that only checks
-        layer_scales: Mapping[str, float] | str | None = None,  # by layer name, or "auto"
+        layer_scales: Mapping[str, float] | None = None,  # by layer name
     ):
         if not isinstance(scaler, LossScaler | None):
             raise TypeError(f"`scaler` is {scaler!r}: expected a mixedfp.scaler.LossScaler or None")
         if getattr(scaler, "layers", None) is not None:
             raise ValueError("`scaler` already has `layers`: pass their scales as layer_scales=")
-        self.policy, self.layer_scales = policy, _checked_scales(layer_scales)
+        if not isinstance(layer_scales, Mapping | None):
+            raise TypeError(f"`layer_scales` is {layer_scales!r}: expected a dict or None")
+        self.policy, self.layer_scales = policy, layer_scales
         if scaler is None:
             scaler = LossScaler() if policy.dtype == torch.float16 else guard_of(policy)
         self.scaler = scaler
@@ -387,7 +383,8 @@ class MixedStep:
         if self._masters is None:
             if has_shards(model):
                 check_settings(self.policy, self.layer_scales)
-            self.layers = _make_layers(model, self.layer_scales, self.policy.dtype)
+            if self.layer_scales is not None:
+                self.layers = LayerwiseGradientScaler(model, self.layer_scales)
             self._masters = Masters(model, self.policy, self.layers)
         self._masters.snapshot.save()
 
@@ -471,23 +468,3 @@ class MixedStep:
 def _floats(model):
     params = () if has_shards(model) else model.parameters()
     return [p for p in params if p.is_floating_point() and p.itemsize > 1]
-
-
-def _make_layers(model, scales, dtype):
-    if scales is None:
-        return None
-    is_auto = isinstance(scales, str)
-    return LayerwiseGradientScaler(model, {} if is_auto else scales, auto=is_auto, dtype=dtype)
-
-
-def _checked_scales(scales):
-    if isinstance(scales, Mapping):
-        for name, scale in scales.items():
-            check_positive(f"layer_scales[{name!r}]", scale)
-    elif scales is not None and scales != "auto":
-        error = ValueError if isinstance(scales, str) else TypeError
-        raise error(
-            f"`layer_scales` is {scales!r}: expected a dict from layer names to scales, "
-            "'auto' or None"
-        )
-    return scales

@@ -156,7 +156,7 @@ def refused(mesh):
         assert n_hooks(model) == hooks and "masters" not in vars(opt)
     learn = make_learner(model=sharded(mesh))
     for mix in (
-        lambda: MixedStep(Policy(dtype="bf16"), layer_scales="auto").attach(sharded(mesh)),
+        lambda: MixedStep(Policy(dtype="bf16"), layer_scales={}).attach(sharded(mesh)),
         lambda: learn.to_fp16(flat_master=True).fit(1),
         lambda: learn.fit(1, cbs=Checkpoint("run")),
     ):
