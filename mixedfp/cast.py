@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SECOND_MOMENTS', 'to_half', 'to_float', 'is_castable', 'bn2float', 'WrappedForward', 'FloatForward', 'autocast_dtype',
-           'compute_in_float', 'as_patterns', 'find_kept', 'is_called', 'kept_parts', 'model2half', 'model2float',
-           'Policy']
+           'as_patterns', 'is_called', 'kept_parts', 'model2half', 'model2float', 'Policy']
 
 # %% ../nbs/04_cast.ipynb #2c1caee3
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .formats import MixedPrecisionError
-from .nested import cast_floats, check_dtype, check_flag, map_tensors
+from .nested import cast_floats, check_dtype, check_flag, map_tensors, tensors_in
 from .torch_private import NORMS, apply_to_own
 
 # %% ../nbs/04_cast.ipynb #502f81c6
@@ -41,23 +40,21 @@ def to_float(
     o: Any,  # predictions: a tensor, or any nesting that `map_tensors` handles
 ) -> Any:  # the same, with 16-bit floats cast to float32
     "Cast the 16-bit tensors of `o` to float32, so that the loss is computed in 32 bits."
-    return _widened(o) if isinstance(o, Tensor) else map_tensors(_widened, o)
-
-
-def _widened(t):
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+    return map_tensors(lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t, o)
 
 # %% ../nbs/04_cast.ipynb #d9a0fec4
-def is_castable(
-    t: Tensor,  # a parameter or a buffer
-) -> bool:
+def is_castable(t: Tensor) -> bool:
     "Return whether `t` has floats of 16 bits or more; 8-bit floats are codes with a scale."
     return t.is_floating_point() and t.itemsize > 1
 
 
-def _cast_own(module, dtype, stay=()):
-    # not `to`, which also casts complex parameters; an LSTM flattens its weights again
-    apply_to_own(module, lambda t: t.to(dtype) if is_castable(t) and id(t) not in stay else t)
+def _cast(model, dtype, kept=()):
+    # not `to`, which also casts complex parameters
+    def cast(t):
+        return t.to(torch.float32 if t in kept else dtype) if is_castable(t) else t
+
+    for m in model.modules():
+        apply_to_own(m, cast)
 
 
 def bn2float(
@@ -66,7 +63,7 @@ def bn2float(
     "Cast every BatchNorm, SyncBatchNorm and InstanceNorm in `module` back to 32 bits."
     for m in module.modules():
         if isinstance(m, NORMS):
-            _cast_own(m, torch.float32)
+            _cast(m, torch.float32)
     return module
 
 # %% ../nbs/04_cast.ipynb #wrap0001
@@ -119,8 +116,8 @@ class FloatForward(WrappedForward):
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        map_tensors(lambda t: tensors.append(t) or t, (args, kwargs))
+        own = [*self.module.parameters(), *self.module.buffers()]
+        tensors = own or tensors_in((args, kwargs))
         kind = tensors[0].device.type if tensors else "cpu"
         dtype = self.dtype or autocast_dtype(kind)
         if dtype is None:
@@ -136,22 +133,8 @@ def autocast_dtype(
     "Return the dtype that `torch.autocast` casts to now."
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-
-def compute_in_float(
-    module: nn.Module,  # changed in place
-    dtype: torch.dtype,  # of the output; with float32 nothing is widened or rounded
-) -> None:
-    "Cast `module` and its children to 32 bits; widen its inputs and round its output."
-    for m in module.modules():
-        _cast_own(m, torch.float32)
-    FloatForward.remove(module)
-    if dtype != torch.float32:
-        FloatForward(module).dtype = dtype
-
 # %% ../nbs/04_cast.ipynb #keepfp32
-def as_patterns(
-    keep_fp32: type | str | Iterable[type | str],  # one or several
-) -> tuple:
+def as_patterns(keep_fp32: type | str | Iterable[type | str]) -> tuple:
     "Return the entries of `keep_fp32=`. Raises: TypeError if one is neither a type nor a name."
     is_one = isinstance(keep_fp32, nn.Module | str | type) or not isinstance(keep_fp32, Iterable)
     patterns = (keep_fp32,) if is_one else tuple(keep_fp32)  # pyright: ignore
@@ -166,39 +149,6 @@ def as_patterns(
     return patterns
 
 
-def find_kept(
-    model: nn.Module,
-    keep_fp32: type | str | Iterable[type | str],  # module types; names or globs over names
-) -> tuple[list[nn.Module], list[Tensor]]:  # the modules; the parameters and buffers
-    """Find modules by type, and modules, parameters and buffers by name.
-
-    Raises: TypeError, ValueError for a pattern that matches nothing.
-    """
-    modules, tensors = [], []
-    for pattern in as_patterns(keep_fp32):
-        found = _matches(model, pattern)
-        if not any(found):
-            names = [name for name, _ in model.named_modules() if name]
-            raise ValueError(
-                f"`keep_fp32`: {pattern!r} matches no module, parameter or buffer of "
-                f"{type(model).__name__}, whose modules are {', '.join(names[:8])}"
-                f"{', ...' if len(names) > 8 else ''}"
-            )
-        modules += found[0]
-        tensors += found[1]
-    return modules, tensors
-
-
-def _matches(model, pattern):
-    if isinstance(pattern, type):
-        return [m for m in model.modules() if isinstance(m, pattern)], []
-    modules, *tensors = (
-        [found for name, found in named(remove_duplicate=False) if fnmatchcase(name, pattern)]
-        for named in (model.named_modules, model.named_parameters, model.named_buffers)
-    )
-    return modules, sum(tensors, [])
-
-# %% ../nbs/04_cast.ipynb #statistc
 def is_called(
     module: nn.Module,  # without its children
 ) -> bool:
@@ -206,27 +156,40 @@ def is_called(
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
-_IN_FLOAT = ParametrizationList, nn.LocalResponseNorm
-
-
 def kept_parts(
     model: nn.Module,
-    keep_fp32: type | str | Iterable[type | str],
+    keep_fp32: type | str | Iterable[type | str],  # module types; names or globs over names
 ) -> tuple[list[nn.Module], set]:  # modules to run in float32; all that is kept
-    """Return the outermost modules that stay in float32, and all modules and parameters that do.
+    """Find the parts that stay in float32: those of `keep_fp32`, and what 16 bits would break.
 
-    Parametrizations and local response norms do, too. Raises: TypeError, ValueError.
+    These are parametrizations, local response norms and norms with running statistics; the last
+    take 16-bit inputs and need no widening. Of nested modules only the outermost runs in float32.
+    Raises: TypeError, ValueError for a pattern that matches nothing.
     """
-    modules, tensors = find_kept(model, keep_fp32)
-    kept, outermost, found = set(modules), [], set[Any](tensors)
-    for m in model.modules():
-        if m in found or not (m in kept or isinstance(m, _IN_FLOAT)):
-            continue
-        if is_called(m):
+    kept, outermost, found = set[Any](), [], set[Any]()
+    every = model.named_modules, model.named_parameters, model.named_buffers
+    named = [pair for find in every for pair in find(remove_duplicate=False)]
+    for pattern in as_patterns(keep_fp32):
+        if isinstance(pattern, str):
+            matching = {part for name, part in named if fnmatchcase(name, pattern)}
+        else:
+            matching = {m for m in model.modules() if isinstance(m, pattern)}
+        if not matching:
+            names = [name for name, _ in model.named_modules() if name]
+            raise ValueError(
+                f"`keep_fp32`: {pattern!r} matches no module, parameter or buffer of "
+                f"{type(model).__name__}, whose modules are {', '.join(names[:8])}"
+                f"{', ...' if len(names) > 8 else ''}"
+            )
+        kept |= matching
+    found.update(t for t in kept if isinstance(t, Tensor))
+    for m in (m for m in model.modules() if m not in found):
+        is_kept = m in kept or isinstance(m, ParametrizationList | nn.LocalResponseNorm)
+        if is_kept and is_called(m):
             outermost.append(m)
             found.update(m.modules(), m.parameters(), m.buffers())
-        else:  # a container: its children are called instead
-            kept.update(m.children())
+        elif is_kept or isinstance(m, NORMS):  # a container, or a norm that is not named
+            kept.update(m.children())  # they are called instead
             found.update((m, *m.parameters(recurse=False), *m.buffers(recurse=False)))
     return outermost, found
 
@@ -236,30 +199,26 @@ def model2half(
     dtype: torch.dtype = torch.float16,  # of all parts that do not stay in 32 bits
     keep_fp32: type | str | Iterable[type | str] = (),  # more parts to keep: types, names, globs
 ) -> nn.Module:  # `model`
-    """Cast `model` to `dtype`, except for norms with running statistics and the parts to keep.
+    """Cast `model` to `dtype`, except for `kept_parts`, which compute in 32 bits.
 
     Raises: TypeError, ValueError for a pattern of `keep_fp32` that matches nothing.
     """
     dtype = check_dtype(dtype)
     outermost, kept = kept_parts(model, keep_fp32)
-    stay = {id(t) for t in kept}
-    stay |= {id(p.grad) for p in model.parameters() if id(p) in stay and p.grad is not None}
+    kept |= {p.grad for p in model.parameters() if p in kept and p.grad is not None}
+    _cast(model, dtype, kept)
     for m in model.modules():
-        if not isinstance(m, NORMS) and m not in kept:
-            _cast_own(m, dtype, stay)
-    for m in outermost:
-        compute_in_float(m, dtype)
-    return bn2float(model)
+        FloatForward.remove(m)
+    for m in outermost if dtype != torch.float32 else ():
+        FloatForward(m).dtype = dtype
+    return model
 
 
 def model2float(
     model: nn.Module,  # changed in place
 ) -> nn.Module:  # `model`, every floating-point parameter and buffer in float32
     "Cast `model` to 32 bits. Bits lost in a cast to 16 are not restored; only masters keep them."
-    for m in model.modules():
-        _cast_own(m, torch.float32)
-        FloatForward.remove(m)
-    return model
+    return model2half(model, torch.float32)
 
 # %% ../nbs/04_cast.ipynb #policy01
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['NORMS', 'outside_of_dynamo', 'has_dynamo', 'uncompiled', 'hooks_around_step', 'sequence_number', 'run_early',
-           'next_sequence_number', 'backward_id', 'may_hook_saved_tensors', 'saved_tensors_hooks_now', 'cpu_has_bf16',
-           'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each', 'unscale_each_', 'update_scale_', 'inside_functorch',
-           'can_compile_copies', 'without_autocast', 'is_shared', 'apply_to_own', 'count_as_stepped',
-           'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
+           'next_sequence_number', 'backward_id', 'saved_tensors_hooks_now', 'cpu_has_bf16', 'cpu_multiplies_bf16',
+           'cpu_has_amx', 'norm_of_each', 'unscale_each_', 'update_scale_', 'inside_functorch', 'can_compile_copies',
+           'without_autocast', 'is_shared', 'apply_to_own', 'count_as_stepped', 'as_known_to_schedules',
+           'unscales_by_itself', 'mp_policy']
 
 # %% ../nbs/03a_torch_private.ipynb #d88b67e4
 import sys
@@ -64,11 +64,6 @@ def next_sequence_number() -> int:
 def backward_id() -> int:
     "Return the number of the backward pass running in this thread, or -1."
     return torch._C._current_graph_task_id()
-
-
-def may_hook_saved_tensors() -> bool:
-    "Return whether saved-tensor hooks are allowed; `torch.func` forbids them."
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
 @outside_of_dynamo

@@ -78,7 +78,7 @@ def test_hooks_of_saved_tensors_are_seen():
     def keep(t):
         return t
 
-    assert private.may_hook_saved_tensors() and private.saved_tensors_hooks_now() is None
+    assert private.saved_tensors_hooks_now() is None
     with torch.autograd.graph.saved_tensors_hooks(keep, keep):
         assert private.saved_tensors_hooks_now() == (keep, keep)
 
