@@ -10,7 +10,7 @@ __all__ = ['SECOND_MOMENTS', 'to_half', 'to_float', 'is_castable', 'bn2float', '
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -74,38 +74,29 @@ class WrappedForward:
         self,
         module: nn.Module,  # changed in place, until `remove`
     ):
-        self.module, self.inner = module, vars(module).get("forward")
-        self.__name__, self.__doc__ = "forward", module.forward.__doc__
+        self.module = module
+        self.own = self.__wrapped__ = module.forward  # `inspect` reports its signature
+        self.__name__, self.__doc__ = "forward", self.own.__doc__
         module.forward = self
-
-    @property
-    def __wrapped__(self) -> Any:
-        "The wrapped forward pass, whose signature `inspect` reports."
-        if self.inner is not None:
-            return self.inner
-        return MethodType(type(self.module).forward, self.module)
 
     @property
     def __code__(self) -> CodeType:
         "The code of the wrapped forward pass; `torch.export` needs it."
-        return self.__wrapped__.__code__
-
-    def own(self, *args, **kwargs) -> Any:
-        "Call the wrapped forward pass; Dynamo cannot call `__wrapped__`."
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return self.own.__code__
 
     @classmethod
     def remove(cls, module: nn.Module) -> None:
         "Remove all wrappers of this class from `module.forward`, including nested ones."
-        place, name = vars(module), "forward"
-        while isinstance(found := place.get(name), WrappedForward):
-            if isinstance(found, cls):
-                place[name] = found.inner
+        outer, found = module, vars(module).get("forward")
+        while isinstance(found, WrappedForward):
+            if not isinstance(found, cls):
+                outer = found
+            elif outer is module:
+                module.forward = found.own
             else:
-                place, name = vars(found), "inner"
-        if vars(module).get("forward", cls) is None:
+                outer.own = outer.__wrapped__ = found.own
+            found = found.own
+        if getattr(vars(module).get("forward"), "__func__", 0) is getattr(type(module), "forward", 1):
             del module.forward
 
 # %% ../nbs/04_cast.ipynb #db4067a0

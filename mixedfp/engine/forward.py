@@ -11,7 +11,6 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -41,15 +40,15 @@ class PassForward(WrappedForward):
 
     def __reduce__(self) -> tuple:
         """Return how to make the module's own forward pass."""
-        return _forward_of, (self.module, self.inner)
+        return _same, (self.own,)
 
     def __deepcopy__(self, memo: dict) -> Any:
         """Return the forward pass of the copied module."""
-        return _forward_of(copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo))
+        return copy.deepcopy(self.own, memo)
 
 
-def _forward_of(module, inner):
-    return MethodType(type(module).forward, module) if inner is None else inner
+def _same(own):
+    return own
 
 
 class HalfForward(PassForward):
@@ -136,11 +135,6 @@ class HalfForward(PassForward):
             with autocast, on_cpu:
                 yield
 
-
-def _is_own(m):
-    "Return whether `m` may do more with its weights than multiply by them."
-    return not type(m).__module__.startswith("torch.nn.") or isinstance(m, nn.PReLU)
-
 # %% ../../nbs/engine/03_forward.ipynb #f0a4n0rm
 class PartForward(PassForward):
     """The forward pass of a module that does more with its weights than multiply by them.
@@ -214,7 +208,8 @@ def part_of(
     own = getattr(type(m), "forward", None)
     if own in (nn.LayerNorm.forward, nn.GroupNorm.forward, nn.RMSNorm.forward):
         return NormForward
-    return PartForward if has_copies and _is_own(m) else None
+    only_multiplies = type(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.PReLU)
+    return PartForward if has_copies and not only_multiplies else None
 
 # %% ../../nbs/engine/03_forward.ipynb #8255f3fa
 def install_forward(
@@ -256,9 +251,6 @@ def remove_forward(
     "Restore the forward passes of the model and its modules."
     for m in model.modules():
         PassForward.remove(m)
-        own = vars(m).get("forward")
-        if getattr(own, "__func__", 0) is getattr(type(m), "forward", None):  # of a copy
-            del m.forward
 
 
 def forward_of(
