@@ -96,7 +96,8 @@ class WrappedForward:
             else:
                 outer.own = outer.__wrapped__ = found.own
             found = found.own
-        if getattr(vars(module).get("forward"), "__func__", 0) is getattr(type(module), "forward", 1):
+        own = getattr(vars(module).get("forward"), "__func__", None)
+        if own is not None and own is getattr(type(module), "forward", None):
             del module.forward
 
 # %% ../nbs/04_cast.ipynb #db4067a0
