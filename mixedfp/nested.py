@@ -50,9 +50,6 @@ def check_dtype(
     return found
 
 # %% ../nbs/02_nested.ipynb #8a02268c
-_PLAIN: tuple = int, float, str, type(None)  # the most common non-tensor values
-
-
 def map_tensors(
     f: Callable[[Tensor], Tensor],  # applied to each tensor
     o: Any,  # a tensor, or any nesting of tuples, namedtuples, lists, dicts and dataclasses
@@ -61,7 +58,7 @@ def map_tensors(
     if isinstance(o, Tensor):
         return f(o)
     if isinstance(o, list | tuple):
-        new = [v if isinstance(v, _PLAIN) else map_tensors(f, v) for v in o]
+        new = [map_tensors(f, v) for v in o]
         if not is_compiling() and all(map(is_, new, o)):  # Dynamo does not compare tuples
             return o
         return type(o)(*new) if hasattr(o, "_fields") else type(o)(new)
@@ -74,7 +71,7 @@ def map_tensors(
 
 def _replaced(o, items, f, put):
     "Return a copy of `o` with its `items` mapped by `f`; `o` itself if nothing changed."
-    new = {k: v if isinstance(v, _PLAIN) else map_tensors(f, v) for k, v in items.items()}
+    new = {k: map_tensors(f, v) for k, v in items.items()}
     if is_compiling() and isinstance(o, dict):
         if type(o) is dict:
             return new

@@ -305,8 +305,8 @@ FLAG = "`flat_master` is 'no': expected True or False"
 MISTAKES = {
     "dtype": (dict(dtype=torch.int8), TypeError, "`dtype` is torch.int8: expected torch.float16"),
     "flag": (dict(flat_master="no"), TypeError, FLAG),
-    "module": (dict(keep_fp32=nn.Linear(2, 2)), TypeError, "a module, a Linear: .* names"),
-    "modules": (dict(keep_fp32=[nn.ReLU()]), TypeError, "holds a module, a ReLU"),
+    "module": (dict(keep_fp32=nn.Linear(2, 2)), TypeError, "holds Linear.*: expected"),
+    "modules": (dict(keep_fp32=[nn.ReLU()]), TypeError, "holds ReLU"),
     "number": (dict(keep_fp32=3), TypeError, "`keep_fp32` holds 3: expected module types"),
     "class": (dict(keep_fp32=[dict]), TypeError, "holds <class 'dict'>: expected module types"),
     "fp32 grads": (

@@ -10,7 +10,7 @@ __all__ = ['PassForward', 'HalfForward', 'PartForward', 'NormForward', 'KeptForw
 import copy
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from mixedfp.cast import (
     FloatForward,
     Policy,
     WrappedForward,
-    autocast_dtype,
     is_called,
     kept_parts,
     to_float,
@@ -32,7 +31,7 @@ from .rounded import Copies, Passes
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, warn_once
-from ..torch_private import uncompiled, without_autocast
+from ..torch_private import uncompiled
 
 # %% ../../nbs/engine/03_forward.ipynb #81b170f7
 class PassForward(WrappedForward):
@@ -123,18 +122,6 @@ class HalfForward(PassForward):
         on_cpu = InFloat32(dtype, self.emulates) if device == "cpu" else nullcontext()
         return torch.autocast(device, dtype) if self.policy.autocast else nullcontext(), on_cpu
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        "Make a block compute like the forward pass, with one set of copies."
-        if self.copies is None:
-            yield
-            return
-        autocast, on_cpu = self._modes()
-        with Passes(self.copies), Passes(self.copies):
-            self.copies.__enter__()
-            with autocast, on_cpu:
-                yield
-
 # %% ../../nbs/engine/03_forward.ipynb #f0a4n0rm
 class PartForward(PassForward):
     """The forward pass of a module that does more with its weights than multiply by them.
@@ -149,11 +136,9 @@ class PartForward(PassForward):
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass, with rounded weights if autocast is on."""
         m, copies = self.module, self.copies
-        if copies.running or not self.names or m in copies.without:
-            return self.compute(*args, **kwargs)
-        weights = {k: m._parameters[k] for k in self.names if m._parameters.get(k) is not None}
-        kinds = {p.device.type for p in weights.values()}
-        if not any(map(autocast_dtype, kinds)):
+        names = [] if copies.running or m in copies.without else self.names
+        weights = {k: p for k in names if (p := m._parameters.get(k)) is not None}
+        if not any(torch.is_autocast_enabled(p.device.type) for p in weights.values()):
             return self.compute(*args, **kwargs)
         try:
             vars(m).update({k: p.to(copies.dtype) for k, p in weights.items()})
@@ -183,7 +168,7 @@ class NormForward(PartForward):
         if w is not None and w.dtype != x.dtype:
             wide = torch.promote_types(x.dtype, w.dtype)
             x, w, b = (None if t is None else t.to(wide) for t in (x, w, b))
-        with without_autocast(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
             if isinstance(m, nn.LayerNorm):
                 y = layer_norm(x, m.normalized_shape, w, b, m.eps)
             elif isinstance(m, nn.GroupNorm):
@@ -245,38 +230,40 @@ def install_forward(
     return copies
 
 
-def remove_forward(
-    model: nn.Module,
-) -> None:
+def remove_forward(model: nn.Module) -> None:
     "Restore the forward passes of the model and its modules."
     for m in model.modules():
         PassForward.remove(m)
 
 
-def forward_of(
-    model: nn.Module,
-) -> HalfForward | None:
+def forward_of(model: nn.Module) -> HalfForward | None:
     "Return the forward pass that `install_forward` gave `model`, or None."
     called = called_modules(model)
     found = vars(called[0]).get("forward") if called else None
     return found if isinstance(found, HalfForward) else None
 
 
+@contextmanager
 def computing(
     model: nn.Module,
-) -> AbstractContextManager:
-    """Return a context in which parts and methods of `model` compute as in its forward pass.
+) -> Iterator[None]:
+    """Make parts and methods of `model` compute as in its forward pass, in this block.
 
     `with computing(model): z = model.encode(x)`. Its copies are made once for the whole block, in
     which the weights must not change. Without it they compute in float32.
     """
-    forward = forward_of(uncompiled(model))
-    return nullcontext() if forward is None else forward.computing()
+    forward = forward_of(model)
+    if forward is None or forward.copies is None:
+        yield
+        return
+    autocast, on_cpu = forward._modes()
+    with Passes(forward.copies), Passes(forward.copies):
+        forward.copies.__enter__()
+        with autocast, on_cpu:
+            yield
 
 
-def called_modules(
-    model: nn.Module,
-) -> list[nn.Module]:
+def called_modules(model: nn.Module) -> list[nn.Module]:
     "Return the modules that are called: `model` itself, or the children of a `ModuleList`."
     model = uncompiled(model)
     if is_called(model):

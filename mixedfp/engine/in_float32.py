@@ -28,16 +28,14 @@ def has_arithmetic(
     "Return whether PyTorch multiplies such matrices fast: on every accelerator, but on few CPUs."
     if torch.device(device).type != "cpu" or dtype.itemsize != 2:
         return True
-    return platform.machine().lower() in ("arm64", "aarch64") or _x86_has(dtype)
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    has_products, has_instructions, has_tiles = private.bf16_units()
+    is_fast = has_tiles or has_instructions and "GenuineIntel" not in _processor()
+    return dtype == torch.bfloat16 and has_products and is_fast
 
 
 @functools.cache
-def _x86_has(dtype):
-    if dtype != torch.bfloat16 or not private.cpu_multiplies_bf16():
-        return False
-    return private.cpu_has_amx() or (private.cpu_has_bf16() and "GenuineIntel" not in _processor())
-
-
 def _processor():
     "Return the system's description of the processor, including the vendor's name."
     about = Path("/proc/cpuinfo")  # on Linux, where `platform` returns only "x86_64"
