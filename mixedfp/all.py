@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MixedPrecision', 'mixed_precision', 'MixedPrecisionError', 'PrecisionRecorder', 'PrecisionReport', 'plot_loss_scale',
            'Checkpoint', 'bn2float', 'model2float', 'model2half', 'to_float', 'to_half', 'Darknet', 'cifar10', 'photos',
-           'NumberFormat', 'is_lost', 'ulp', 'get_master', 'master2model', 'model_g2master_g', 'split_bn_bias',
-           'LossScaler', 'MixedStep']
+           'NumberFormat', 'is_lost', 'ulp', 'get_master', 'master2model', 'model_g2master_g', 'LossScaler',
+           'MixedStep']
 
 # %% ../nbs/21_all.ipynb #9e5532ff
 from . import fsdp  # noqa: F401  adds `fsdp_ctx` to Learner
@@ -16,7 +16,7 @@ from .checkpoint import Checkpoint
 from .diagnose import PrecisionReport, plot_loss_scale
 from .examples import Darknet, cifar10, photos
 from .formats import MixedPrecisionError, NumberFormat, is_lost, ulp
-from .master import get_master, master2model, model_g2master_g, split_bn_bias
+from .master import get_master, master2model, model_g2master_g
 from .scaler import LossScaler
 from .step import MixedStep
 
@@ -25,5 +25,5 @@ _all_ = [
     "MixedPrecision", "mixed_precision", "MixedPrecisionError", "PrecisionRecorder",
     "PrecisionReport", "plot_loss_scale", "Checkpoint", "bn2float", "model2float", "model2half",
     "to_float", "to_half", "Darknet", "cifar10", "photos", "NumberFormat", "is_lost", "ulp",
-    "get_master", "master2model", "model_g2master_g", "split_bn_bias", "LossScaler", "MixedStep",
+    "get_master", "master2model", "model_g2master_g", "LossScaler", "MixedStep",
 ]  # fmt: skip

@@ -84,7 +84,7 @@ def main(
             warnings.simplefilter("ignore")  # fastai's import causes deprecation warnings
             from mixedfp.compare import run_command
         run_command(settings)
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, RuntimeError, AssertionError) as e:  # PyTorch's, of a device
         parser.error(str(e))
     except KeyboardInterrupt:
         parser.exit(130, "interrupted before the first run had ended\n")

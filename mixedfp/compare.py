@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import nan
 
 import pandas as pd
@@ -92,7 +93,7 @@ class _Watch(vision.Callback):
 def train_once(
     precision: str,  # one of `PRECISIONS`
     get_dls: Callable[..., vision.DataLoaders],  # makes the data, with a `seed=`
-    get_model: Callable[[int], nn.Module],  # makes a float32 model for a number of classes
+    get_model: Callable[..., nn.Module],  # makes a float32 model, with `num_classes=`
     opt: str = "sgd",  # one of `OPTIMIZERS`
     epochs: int = 3,  # > 0
     lr: float = 1e-3,  # the maximum of the one-cycle schedule, > 0
@@ -104,7 +105,7 @@ def train_once(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(dls.device)
     vision.set_seed(seed)
-    learn = make_learner(precision, dls, get_model(dls.c), opt_func=OPTIMIZERS[opt],
+    learn = make_learner(precision, dls, get_model(num_classes=dls.c), opt_func=OPTIMIZERS[opt],
                          metrics=vision.accuracy, cbs=watch)
     with learn.no_bar(), learn.no_logging():
         learn.fit_one_cycle(epochs, lr)
@@ -164,53 +165,19 @@ def plot_results(
     return fig
 
 # %% ../nbs/18_compare.ipynb #fd15fec3
-MODELS: dict[str, Callable[[int], nn.Module]] = {  # called with the number of classes
+MODELS = {  # called with `num_classes=`
     "darknet": partial(Darknet, [1, 2, 2, 2, 2], nf=16),
     "darknet-small": partial(Darknet, [1, 1], nf=8),
 }
 
-
-def _get_model(model: str) -> Callable[[int], nn.Module]:
-    """Return the function that makes `model`, from `MODELS` or torchvision. Raises: ValueError."""
-    if model in MODELS:
-        return MODELS[model]
-    build = torchvision.models.get_model_builder(model)
-    return lambda n_classes: build(num_classes=n_classes)
-
-
-def _check_device(device: str | None) -> torch.device:
-    """Return `device` or the default, after creating a tensor on it. Raises: ValueError."""
-    try:
-        return torch.zeros(1, device=device or vision.default_device()).device
-    except (RuntimeError, AssertionError) as e:  # torch's errors for an unknown or missing device
-        raise ValueError(f"device={device!r} cannot be used: {e}") from e
-
 # %% ../nbs/18_compare.ipynb #125627a1
-def _train_all(s: Namespace, precisions: list, get_dls: Callable, get_model: Callable) -> list:
-    """Train in each of `precisions` from each seed, to the end or Ctrl-C."""
-    results = []
-    try:
-        for seed in range(s.seed, s.seed + s.seeds):
-            for precision in precisions:
-                run = train_once(precision, get_dls, get_model, s.opt, s.epochs, s.lr, seed)
-                results.append(run)
-                print(f"{precision}, seed {seed}: validation loss {run.valid_loss:.3f}, "
-                      f"accuracy {run.accuracy:.1%}", flush=True)
-    except KeyboardInterrupt:
-        if not results:
-            raise
-        print("interrupted: the results so far are written", flush=True)
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"model={s.model!r} cannot be trained on these images: {e}") from e
-    return results
-
-
 def run_command(
     settings: Namespace,  # parsed and checked by `mixedfp.command`
 ) -> None:
-    """Train in each precision; print and write the results. Raises: ValueError, OSError."""
+    """Train in each precision; print and write the results. Raises: what a bad setting causes."""
     s, start = settings, time.perf_counter()
-    device, get_model = _check_device(s.device), _get_model(s.model)
+    device = torch.zeros(1, device=s.device or vision.default_device()).device  # fails here
+    get_model = MODELS.get(s.model) or torchvision.models.get_model_builder(s.model)
     get_dls = partial(photos if s.data == "photos" else cifar10, bs=s.bs, device=device,
                       n_train=s.n_train or None, n_valid=s.n_valid or None)
     precisions = s.precisions or list(PRECISIONS)
@@ -218,7 +185,17 @@ def run_command(
         precisions.remove("autocast-bf16")
         print("autocast-bf16 is left out: this CPU has no fast bfloat16 products, and a step can "
               "take 20 times as long as in float32; --precisions includes it", flush=True)
-    results = _train_all(s, precisions, get_dls, get_model)
+    results = []
+    try:
+        for seed, precision in product(range(s.seed, s.seed + s.seeds), precisions):
+            run = train_once(precision, get_dls, get_model, s.opt, s.epochs, s.lr, seed)
+            results.append(run)
+            print(f"{precision}, seed {seed}: validation loss {run.valid_loss:.3f}, "
+                  f"accuracy {run.accuracy:.1%}", flush=True)
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        print("interrupted: the results so far are written", flush=True)
     machine = (f"{device}, {torch.get_num_threads()} thread(s), "
                f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
     what = f"{s.model} on {s.data}, {s.opt} at {s.lr:g}, {s.epochs} epochs"

@@ -76,7 +76,7 @@ def image_dls(
     stats: tuple[Sequence, Sequence] | None = None,  # mean, std per channel; None: those of `train`
     bs: int = 64,  # batch size, > 0
     device: str | torch.device | None = None,  # of the batches; None: fastai's default
-    seed: int | None = 42,  # for order, flips and crops; None: from the global `random`
+    seed: int | None = 42,  # for order, flips and crops; None: not fixed
 ) -> vision.DataLoaders:  # batches (b, 3, s, s), float32, normalised, and (b,), int64
     """Return `DataLoaders` over images in memory; the same `seed` gives the same batches."""
     if stats is None:
@@ -93,8 +93,7 @@ def image_dls(
         tfms = [vision.IntToFloatTensor(), vision.Normalize.from_stats(*stats, cuda=False)]
         dls.append(_MemoryDL(datasets.subset(i), x, y, bs=bs, shuffle=i == 0, num_workers=0,
                              drop_last=i == 0 and n > bs, after_batch=tfms))
-        if seed is not None:
-            dls[-1].rng = random.Random(seed)
+        dls[-1].rng = random.Random(seed)
     return vision.DataLoaders(*dls, device=torch.device(device or vision.default_device()))
 
 # %% ../nbs/17_examples.ipynb #f2a383ac

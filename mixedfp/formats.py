@@ -6,6 +6,7 @@
 __all__ = ['NumberFormat', 'ulp', 'is_lost', 'round_stochastically', 'MixedPrecisionError']
 
 # %% ../nbs/00_formats.ipynb #da2d2a09
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,43 +19,14 @@ class NumberFormat:
 
     name: str  # torch's name, e.g. "float16"
     dtype: torch.dtype  # the torch type of this format
-    exponent_bits: int  # bits, > 1; they set the range
-    mantissa_bits: int  # bits, > 0, without the implicit leading 1; they set the precision
-
-    @property
-    def bias(self) -> int:
-        """The number subtracted from the stored exponent."""
-        return 2 ** (self.exponent_bits - 1) - 1
-
-    @property
-    def max(self) -> float:
-        """The largest finite number."""
-        return (2 - self.eps) * 2.0**self.bias
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive number with all mantissa bits."""
-        return 2.0 ** (1 - self.bias)
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest positive number; half of it rounds to 0."""
-        return 2.0 ** (1 - self.bias - self.mantissa_bits)
-
-    @property
-    def eps(self) -> float:
-        """The distance from 1 to the next larger number."""
-        return 2.0**-self.mantissa_bits
-
-    @property
-    def bytes(self) -> int:
-        """The size of one number in bytes."""
-        return (1 + self.exponent_bits + self.mantissa_bits) // 8
-
-    @property
-    def int_dtype(self) -> torch.dtype:
-        """The integer type of the same size, for reading the bits with `x.view(int_dtype)`."""
-        return {2: torch.int16, 4: torch.int32, 8: torch.int64}[self.bytes]
+    bytes: int  # the size of one number
+    exponent_bits: int  # they set the range
+    mantissa_bits: int  # they set the precision; without the implicit leading 1
+    bias: int  # the number subtracted from the stored exponent
+    max: float  # the largest finite number
+    smallest_normal: float  # the smallest positive number with all mantissa bits
+    smallest_subnormal: float  # the smallest positive number; half of it rounds to 0
+    eps: float  # the distance from 1 to the next larger number
 
     @classmethod
     def of(
@@ -71,12 +43,17 @@ class NumberFormat:
         )
 
 # %% ../nbs/00_formats.ipynb #04a5e74d
-_FORMATS = {
-    torch.float16: NumberFormat("float16", torch.float16, 5, 10),
-    torch.bfloat16: NumberFormat("bfloat16", torch.bfloat16, 8, 7),
-    torch.float32: NumberFormat("float32", torch.float32, 8, 23),
-    torch.float64: NumberFormat("float64", torch.float64, 11, 52),
-}
+def _record(dtype):
+    f = torch.finfo(dtype)
+    mantissa = round(-math.log2(f.eps))
+    exponent = f.bits - 1 - mantissa
+    limits = f.max, f.smallest_normal, f.smallest_normal * f.eps, f.eps
+    bits = f.bits // 8, exponent, mantissa, 2 ** (exponent - 1) - 1
+    return NumberFormat(f.dtype, dtype, *bits, *limits)
+
+
+_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_FORMATS = {dtype: _record(dtype) for dtype in _DTYPES}
 
 # %% ../nbs/00_formats.ipynb #69c6d574
 def ulp(
@@ -93,7 +70,8 @@ def ulp(
     f = NumberFormat.of(x.dtype)
     x = x.detach().abs()
     # A stored exponent of 0 (zero and subnormals) has the spacing of a stored exponent of 1.
-    exponent = (x.view(f.int_dtype) >> f.mantissa_bits).clamp(min=1)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[f.bytes]
+    exponent = (x.view(integer) >> f.mantissa_bits).clamp(min=1)
     normal = (exponent - f.mantissa_bits).clamp(min=0) << f.mantissa_bits
     # Where the spacing is itself subnormal, it is a single bit of the mantissa.
     subnormal = torch.ones_like(exponent) << (exponent - 1).clamp(max=f.mantissa_bits)

@@ -85,10 +85,8 @@ def with_masters(
     Raises: TypeError, ValueError, MixedPrecisionError; in that case nothing is changed.
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740
     """
-    settings: Any = dict(dtype=dtype, flat_master=flat_master, keep_fp32=keep_fp32)
-    settings |= dict(autocast=autocast, native=native, skip_nonfinite=skip_nonfinite)
-    settings |= dict(state_dtype=state_dtype, half_grads=half_grads)
-    policy = Policy(**settings)
+    flags: Any = autocast, native, state_dtype, half_grads, skip_nonfinite
+    policy = Policy(dtype, flat_master, keep_fp32, *flags)  # pyright: ignore
     _check_model(model)
     _check_optimizers(model, optimizers)
     masters: Any = masters_of(uncompiled(model))

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['NORMS', 'outside_of_dynamo', 'has_dynamo', 'uncompiled', 'hooks_around_step', 'sequence_number', 'run_early',
-           'next_sequence_number', 'backward_id', 'may_hook_saved_tensors', 'saved_tensors_hooks_now', 'cpu_has_bf16',
-           'cpu_multiplies_bf16', 'cpu_has_amx', 'norm_of_each', 'unscale_each_', 'update_scale_', 'inside_functorch',
-           'can_compile_copies', 'without_autocast', 'is_shared', 'apply_to_own', 'count_as_stepped',
-           'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
+           'next_sequence_number', 'backward_id', 'saved_tensors_hooks_now', 'bf16_units', 'norm_of_each',
+           'unscale_each_', 'update_scale_', 'inside_functorch', 'can_compile_copies', 'is_shared', 'apply_to_own',
+           'count_as_stepped', 'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
 
 # %% ../nbs/03a_torch_private.ipynb #d88b67e4
 import sys
@@ -66,33 +65,19 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def may_hook_saved_tensors() -> bool:
-    "Return whether saved-tensor hooks are allowed; `torch.func` forbids them."
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
-
-
 @outside_of_dynamo
 def saved_tensors_hooks_now() -> tuple[Callable, Callable] | None:
     "Return the innermost pair of `torch.autograd.graph.saved_tensors_hooks`, or None."
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 # %% ../nbs/03a_torch_private.ipynb #70a51b3a
-def cpu_has_bf16() -> bool:
-    "Return whether this x86 CPU has the bfloat16 instructions of AVX-512."
-    return torch.cpu._is_avx512_bf16_supported()
-
-
-def cpu_multiplies_bf16() -> bool:
-    "Return whether oneDNN, not a slow loop, multiplies bfloat16 matrices on this x86 CPU."
+def bf16_units() -> tuple[bool, bool, bool]:
+    "Return whether this x86 CPU has oneDNN's products, AVX-512's instructions, and AMX's tiles."
     try:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    except (AttributeError, RuntimeError):  # a build without oneDNN has only the slow loops
-        return False
-
-
-def cpu_has_amx() -> bool:
-    "Return whether this x86 CPU has the matrix tiles of AMX."
-    return torch.cpu._is_amx_tile_supported()
+        has_products = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # else there are slow loops
+    except (AttributeError, RuntimeError):  # a build without oneDNN
+        has_products = False
+    return has_products, torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
 
 # %% ../nbs/03a_torch_private.ipynb #a1bdc5a4
 def norm_of_each(
@@ -134,19 +119,6 @@ def can_compile_copies() -> bool:
     "Return whether Dynamo can trace attributes that a pass sets and removes: tried with 2.14."
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
-
-def without_autocast(kind: str) -> Any:  # of a device, such as "cuda"
-    "Return a context without `torch.autocast`; its dispatch key alone costs less than the mode."
-    keys = _AUTOCAST_KEYS.get(kind)
-    if keys is None or torch.compiler.is_compiling():  # Dynamo cannot trace the key
-        return torch.autocast(kind, enabled=False)
-    return torch._C._ExcludeDispatchKeyGuard(keys)
-
-
-_AUTOCAST_KEYS = {
-    kind: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}"))
-    for kind in ("cpu", "cuda")
-}
 
 def is_shared(t: Tensor) -> bool:
     "Return whether other tensors use the storage of `t`, here or in another process."

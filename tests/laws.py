@@ -27,7 +27,7 @@ from workflows import FITS, LOOPS
 
 import mixedfp
 from mixedfp.callback import MixedPrecision
-from mixedfp.engine.forward import wrapped_modules
+from mixedfp.engine.forward import part_of
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 
@@ -409,8 +409,9 @@ class ByHand(Loop):
         if isinstance(self.half.stem, nn.Embedding):
             self.half.stem.register_forward_hook(lambda m, args, out: out.to(dtype))
         if DEVICE == "cuda":  # where autocast's norms return float32
-            for m, wrapper in wrapped_modules(self.half):
-                wrapper(m)
+            for m in self.half.modules():
+                if part := part_of(m, has_copies=False):
+                    m.forward = part(m).compute
         torch.manual_seed(2)
         self.pairs = list(zip(self.half.parameters(), self.model.parameters(), strict=True))
         wide = nn.modules.batchnorm._NormBase, nn.Embedding, ParametrizationList

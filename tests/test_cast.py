@@ -18,7 +18,6 @@ from mixedfp.cast import (
     FloatForward,
     Policy,
     bn2float,
-    compute_in_float,
     model2float,
     model2half,
     to_float,
@@ -261,7 +260,7 @@ class Doubled(nn.Linear):
 def test_a_kept_module_computes_in_32_bits_under_autocast_and_copies_with_its_module():
     layer, x = Doubled(64, 64), torch.randn(8, 64).bfloat16()
     exact = layer(x.float(), 3)
-    compute_in_float(layer, torch.bfloat16)
+    model2half(layer, torch.bfloat16, keep_fp32=Doubled)
     for m in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert m.forward.module is m and str(inspect.signature(m.forward)) == "(x, times: int = 2)"
         with torch.autocast("cpu", torch.bfloat16):
@@ -275,7 +274,7 @@ def test_a_kept_module_computes_in_32_bits_under_autocast_and_copies_with_its_mo
 def test_a_forward_pass_of_the_instance_comes_back():
     layer = nn.Linear(2, 2)
     layer.forward = own = lambda x: nn.Linear.forward(layer, x) * 2
-    compute_in_float(layer, torch.float16)
+    model2half(layer, keep_fp32=nn.Linear)
     assert_same(layer(torch.ones(1, 2)), own(torch.ones(1, 2)).half())
     FloatForward.remove(layer)
     assert layer.forward is own
@@ -306,8 +305,8 @@ FLAG = "`flat_master` is 'no': expected True or False"
 MISTAKES = {
     "dtype": (dict(dtype=torch.int8), TypeError, "`dtype` is torch.int8: expected torch.float16"),
     "flag": (dict(flat_master="no"), TypeError, FLAG),
-    "module": (dict(keep_fp32=nn.Linear(2, 2)), TypeError, "a module, a Linear: .* names"),
-    "modules": (dict(keep_fp32=[nn.ReLU()]), TypeError, "holds a module, a ReLU"),
+    "module": (dict(keep_fp32=nn.Linear(2, 2)), TypeError, "holds Linear.*: expected"),
+    "modules": (dict(keep_fp32=[nn.ReLU()]), TypeError, "holds ReLU"),
     "number": (dict(keep_fp32=3), TypeError, "`keep_fp32` holds 3: expected module types"),
     "class": (dict(keep_fp32=[dict]), TypeError, "holds <class 'dict'>: expected module types"),
     "fp32 grads": (

@@ -88,10 +88,10 @@ def test_simple_mistakes_are_found_before_torch_is_imported(tmp_path):
 
 LATER = [  # before anything is trained
     (["--model", "vgg"], "Unknown model vgg"),
-    (["--model", "vit_b_16"], "cannot be trained on these images: Wrong image height"),
+    (["--model", "vit_b_16"], "Wrong image height"),
     (["--n-train", "100000"], "n_train=100000: expected 2 to 4500"),
     (["--n-train", "-5"], "n_train=-5: expected 2 to 4500"),
-    (["--device", "tpu"], "device='tpu' cannot be used: Expected one of cpu, cuda"),
+    (["--device", "tpu"], "Expected one of cpu, cuda"),
 ]
 
 

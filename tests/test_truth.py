@@ -347,7 +347,7 @@ def test_a_loss_of_another_method_is_computed_in_float32(dtype, flat):
 
 @pytest.mark.parametrize("owner, name, flat", [
     (masters, "BufferSnapshot", False), (forward, "Copies", False), (torch, "zeros", True),
-    (forward, "wrapped_modules", True), (flat_module, "Vector", True)])  # fmt: skip
+    (forward, "part_of", True), (flat_module, "Vector", True)])  # fmt: skip
 def test_out_of_memory_in_with_masters_leaves_a_float32_model(owner, name, flat, monkeypatch):
     model = net()
     opt = sgd(model.parameters())

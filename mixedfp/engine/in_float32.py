@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling, is_exporting
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from .. import torch_private as private
 from ..cast import to_float
-from ..nested import cast_floats, map_tensors
+from ..nested import cast_floats, tensors_in
 
 # %% ../../nbs/engine/01_in_float32.ipynb #24057ec9
 def has_arithmetic(
@@ -30,16 +28,14 @@ def has_arithmetic(
     "Return whether PyTorch multiplies such matrices fast: on every accelerator, but on few CPUs."
     if torch.device(device).type != "cpu" or dtype.itemsize != 2:
         return True
-    return platform.machine().lower() in ("arm64", "aarch64") or _x86_has(dtype)
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    has_products, has_instructions, has_tiles = private.bf16_units()
+    is_fast = has_tiles or has_instructions and "GenuineIntel" not in _processor()
+    return dtype == torch.bfloat16 and has_products and is_fast
 
 
 @functools.cache
-def _x86_has(dtype):
-    if dtype != torch.bfloat16 or not private.cpu_multiplies_bf16():
-        return False
-    return private.cpu_has_amx() or (private.cpu_has_bf16() and "GenuineIntel" not in _processor())
-
-
 def _processor():
     "Return the system's description of the processor, including the vendor's name."
     about = Path("/proc/cpuinfo")  # on Linux, where `platform` returns only "x86_64"
@@ -55,8 +51,11 @@ PRODUCTS = frozenset(
     multi_head_attention_forward lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split()
 )
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
-# autocast computes these in float32, and `_WIDEST` in the widest dtype of the operands
-_IN_FLOAT = frozenset("softmax log_softmax softmin gumbel_softmax sigmoid cdist avg_pool3d".split())
+# not rounded under autocast: a GPU takes float32 or, from `dot` on, the widest dtype
+_IN_FLOAT = frozenset(
+    """softmax log_softmax softmin gumbel_softmax sigmoid cdist avg_pool3d
+    dot vdot inner bilinear tensordot""".split()
+)
 # CUDA's autocast also computes these in float32: results can exceed float16's range
 _IN_FLOAT_ON_CUDA = frozenset(
     """__pow__ __rpow__ __rdiv__ __rtruediv__ acos asin cosh cosine_embedding_loss
@@ -66,7 +65,6 @@ _IN_FLOAT_ON_CUDA = frozenset(
     pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
     softplus sum tan triplet_margin_loss""".split()
 )
-_WIDEST = frozenset("dot vdot inner bilinear tensordot".split())
 _LOOKUPS = frozenset("embedding embedding_bag __getitem__".split())
 
 # %% ../../nbs/engine/01_in_float32.ipynb #f32mode1
@@ -77,96 +75,55 @@ class InFloat32(TorchFunctionMode):
     The casts are part of the graph, so a gradient outside float16's range is lost at the same
     point as on a GPU. Softmax is computed in float32, as is, in float16, every operator that CUDA's
     autocast computes in float32. The gradients of a table, a weight indexed by integers, are summed
-    in float32. Inside gradient checkpointing only a mode with `in_checkpoints` is active.
+    in float32. In gradient checkpointing, which recomputes outside of any mode, it does nothing.
     """
 
     def __init__(
         self,
         dtype: torch.dtype,  # of the model, 16 bits
         products: bool = True,  # whether products are computed in float32
-        in_checkpoints: bool = False,  # for code that is recomputed under this mode
     ):
         super().__init__()
-        self.dtype, self.products, self.in_checkpoints = dtype, products, in_checkpoints
-        is_fp16 = dtype == torch.float16
+        self.dtype, is_fp16 = dtype, dtype == torch.float16
         self.in_float = _IN_FLOAT | _IN_FLOAT_ON_CUDA if is_fp16 else _IN_FLOAT
-        self.names = _RECURRENT | self.in_float | _LOOKUPS | (PRODUCTS if products else set())
+        self.products = _RECURRENT | PRODUCTS if products else _RECURRENT
+        self.names = self.products | self.in_float | _LOOKUPS
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, in float32 if the mode covers it."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name not in self.names:
-            return func(*args, **kwargs)
+        name, inputs = getattr(func, "__name__", ""), (args, kwargs or {})
         # `out=` and products in an exported program stay native
-        is_native = kwargs.get("out") is not None or (name in PRODUCTS and is_exporting())
-        if is_native or (_is_checkpointed() and not self.in_checkpoints):
-            return func(*args, **kwargs)
-        if name in _LOOKUPS and self._is_lookup(args, kwargs):
-            return self._look_up(func, args, kwargs)
+        if (
+            name not in self.names
+            or inputs[1].get("out") is not None
+            or (name in PRODUCTS and is_exporting())
+            or _is_checkpointed()
+        ):
+            return func(*inputs[0], **inputs[1])
         is_autocast = torch.is_autocast_enabled("cpu")
+        if name in _LOOKUPS and self._is_lookup(inputs):
+            return cast_floats(_call(func, to_float(inputs)), self.dtype)
         if is_autocast and name in self.in_float:
-            return _call(func, to_float((args, kwargs)))
-        if name in PRODUCTS or name in _RECURRENT:
-            return self._multiply(func, (args, kwargs), is_autocast)
-        return func(*args, **kwargs)
-
-    def _is_lookup(self, args, kwargs):
-        "Return whether the copy of a trained weight is read by integer indices."
-        if not torch.is_grad_enabled():
-            return False
-        both = (*args, *kwargs.values())
-        ids = [i for a in both for i in (a if isinstance(a, tuple) else (a,))]
-        if _INTEGERS.isdisjoint([getattr(i, "dtype", None) for i in ids]):
-            return False
-        return any(isinstance(t, Tensor) and t.dtype == self.dtype and _is_copy(t) for t in both)
-
-    def _look_up(self, func, args, kwargs):
-        "Look up rows and sum their gradients in float32; a bfloat16 count would stop at 256."
-        if func.__name__ in _TABLES:
-            kwargs = dict(zip(_TABLES[func.__name__], args, strict=False)) | kwargs
-            if kwargs.get("sparse"):
-                return func(**kwargs)
-            if (limit := kwargs.pop("max_norm", None)) is not None:  # applied to the weight itself
-                weight, ids = kwargs["weight"].detach(), kwargs["input"].contiguous()
-                torch.embedding_renorm_(weight, ids, limit, kwargs.get("norm_type", 2.0))
-            args = ()
-        return cast_floats(_call(func, to_float((args, kwargs))), self.dtype)
-
-    def _multiply(self, func, inputs, is_autocast):
-        floats = _float_dtypes(inputs)
-        if not floats or not floats <= (_NARROW if is_autocast else {self.dtype}):
-            return func(*inputs[0], **inputs[1])  # PyTorch may raise
-        if is_autocast and func.__name__ in _WIDEST and torch.float32 in floats:
             return _call(func, to_float(inputs))
-        if is_autocast:
-            inputs = cast_floats(inputs, self.dtype)
-        if func.__name__ in _RECURRENT:
-            out = _call_recurrent(func, inputs, self.products or self.dtype == torch.float16)
-        else:
-            out = _call_and_save(func, inputs) if _may_hook() else _call(func, to_float(inputs))
-        return cast_floats(out, self.dtype)
+        floats = {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
+        if name in self.products and floats <= (_NARROW if is_autocast else {self.dtype}):
+            call = _call_recurrent if name in _RECURRENT else _call
+            return cast_floats(call(func, to_float(cast_floats(inputs, self.dtype))), self.dtype)
+        return func(*inputs[0], **inputs[1])  # PyTorch may raise
+
+    def _is_lookup(self, inputs):
+        "Return whether the copy of a trained weight is read by integers; a sum in 16 bits stops."
+        if is_compiling() or not torch.is_grad_enabled():  # compiled code cannot tell a copy
+            return False
+        args, kwargs = inputs
+        if kwargs.get("max_norm", (*args, *[None] * 4)[3]):  # written into the copy itself
+            return False
+        found = tensors_in(inputs)
+        is_read = any(t.dtype in (torch.int32, torch.int64) for t in found)
+        return is_read and any(type(t.grad_fn).__name__ == "RoundBackward" for t in found)
 
 
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
-
-
-_INTEGERS = {torch.int32, torch.int64}
-_OPTIONS = "max_norm norm_type scale_grad_by_freq"
-_TABLES = {
-    "embedding": f"input weight padding_idx {_OPTIONS} sparse".split(),
-    "embedding_bag": f"input weight offsets {_OPTIONS} mode sparse per_sample_weights "
-    "include_last_offset padding_idx".split(),
-}
-
-def _is_copy(t):
-    "Return whether `t` is the copy of a weight, see `engine.rounded`; compiled code cannot tell."
-    return not is_compiling() and type(t.grad_fn).__name__ == "RoundBackward"
-
-
-def _float_dtypes(o):
-    found = set()
-    map_tensors(lambda t: found.add(t.dtype) or t, o)
-    return {dtype for dtype in found if dtype.is_floating_point}
 
 
 def _call(func, inputs):
@@ -174,63 +131,12 @@ def _call(func, inputs):
         return func(*inputs[0], **inputs[1])
 
 
-@private.outside_of_dynamo  # Dynamo does not compile recurrent layers
-def _call_recurrent(func, inputs, in_float):
-    if in_float or not private.cpu_multiplies_bf16():  # PyTorch rejects some of them
-        return _call(func, to_float(inputs))
-    return func(*inputs[0], **inputs[1])
+@private.outside_of_dynamo  # Dynamo would unroll recurrent layers
+def _call_recurrent(func, inputs):
+    return _call(func, inputs)
 
 
 def _is_checkpointed():
-    "Return whether `torch.utils.checkpoint` is active; it recomputes outside of any mode."
+    "Return whether `torch.utils.checkpoint` is active."
     hooks = None if is_compiling() else private.saved_tensors_hooks_now()
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
-
-
-def _may_hook():
-    "Return whether a backward pass may follow and no other hooks handle its saved tensors."
-    if is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
-        return False
-    return private.may_hook_saved_tensors() and private.saved_tensors_hooks_now() is None
-
-# %% ../../nbs/engine/01_in_float32.ipynb #f32saved
-def _call_and_save(func, inputs):
-    "Call `func` in float32; autograd saves the 16-bit operands instead of their casts."
-    narrow = {}  # by the address of the cast
-
-    def widen(t):
-        wide = to_float(t)
-        is_large = wide is not t and t.numel() >= 4096  # else not worth it
-        if is_large and not t.is_inference() and _memory(wide):
-            narrow[_memory(wide)] = t.detach()
-        return wide
-
-    def pack(t):
-        saved = narrow.get(_memory(t))
-        view = t.size(), t.stride(), t.storage_offset()
-        return t if saved is None else (saved, saved._version, view)
-
-    with saved_tensors_hooks(pack, _unpack):
-        out = _call(func, map_tensors(widen, inputs))
-    narrow.clear()  # autograd keeps `pack` alive
-    return out
-
-
-def _memory(t):
-    "Return the address of the memory of `t`; 0 if it has none, as inside `torch.func`."
-    try:
-        return t.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
-
-
-def _unpack(saved):
-    if isinstance(saved, Tensor):
-        return saved
-    narrow, version, view = saved
-    if narrow._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: an operand of a product, {narrow.dtype} of shape {tuple(narrow.shape)}"
-        )
-    return narrow.float().as_strided(*view)
