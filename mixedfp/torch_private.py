@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NORMS', 'outside_of_dynamo', 'has_dynamo', 'uncompiled', 'hooks_around_step', 'sequence_number', 'run_early',
            'next_sequence_number', 'backward_id', 'saved_tensors_hooks_now', 'bf16_units', 'norm_of_each',
-           'unscale_each_', 'update_scale_', 'inside_functorch', 'can_compile_copies', 'is_shared', 'apply_to_own',
-           'count_as_stepped', 'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
+           'unscale_each_', 'update_scale_', 'inside_functorch', 'can_compile_copies', 'without_autocast', 'is_shared',
+           'apply_to_own', 'count_as_stepped', 'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
 
 # %% ../nbs/03a_torch_private.ipynb #d88b67e4
 import sys
@@ -118,6 +118,20 @@ def inside_functorch() -> bool:
 def can_compile_copies() -> bool:
     "Return whether Dynamo can trace attributes that a pass sets and removes: tried with 2.14."
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+
+def without_autocast(kind: str) -> Any:  # of a device, such as "cuda"
+    "Return a context without `torch.autocast`; its dispatch key alone costs less than the mode."
+    keys = _AUTOCAST_KEYS.get(kind)
+    if keys is None or torch.compiler.is_compiling():  # Dynamo cannot trace the key
+        return torch.autocast(kind, enabled=False)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+_AUTOCAST_KEYS = {
+    kind: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}"))
+    for kind in ("cpu", "cuda")
+}
 
 
 def is_shared(t: Tensor) -> bool:

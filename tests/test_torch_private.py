@@ -149,6 +149,14 @@ def test_a_transformation_of_functions_is_seen():
     assert seen == [True] and not private.inside_functorch()
 
 
+def test_autocast_is_left_by_its_dispatch_key_and_comes_back():
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with private.without_autocast("cpu"):
+            assert layer(x).dtype == torch.float32
+        assert layer(x).dtype == torch.bfloat16
+
+
 def test_a_tensor_that_shares_its_storage_is_known():
     p = nn.Parameter(torch.ones(4))
     assert not private.is_shared(p)

@@ -28,10 +28,11 @@ from mixedfp.cast import (
 )
 from .in_float32 import InFloat32, has_arithmetic
 from .rounded import Copies, Passes
+from .writes import uses
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, warn_once
-from ..torch_private import uncompiled
+from ..torch_private import uncompiled, without_autocast
 
 # %% ../../nbs/engine/03_forward.ipynb #81b170f7
 class PassForward(WrappedForward):
@@ -55,8 +56,8 @@ class HalfForward(PassForward):
 
     Inputs arrive unchanged; `torch.autocast` casts them where a product needs it, as it casts the
     weights that have no copies. With `policy.autocast` off, inputs are cast. 16-bit outputs become
-    float32. On a CPU `InFloat32` is on. After any exception modes are off and copies gone. In
-    float32 nothing is cast.
+    float32. On a CPU `InFloat32` is on where it is needed. After any exception modes are off and
+    copies gone. In float32 nothing is cast.
     Raises: MixedPrecisionError for a constant in the model beyond float16's range.
     """
 
@@ -71,6 +72,13 @@ class HalfForward(PassForward):
         super().__init__(module)
         self.policy, self.copies, self.layers, self.masters = policy, copies, layers, masters
         self.emulates = not policy.native and not has_arithmetic("cpu", policy.dtype)
+        self.on_cpu = InFloat32(policy.dtype, self.emulates)
+        # a mode costs 7 us for each function: it is on where one of its functions may be called
+        own = {m for m, *_ in copies.places if not _only_multiplies(m)} if copies else set()
+        self.needs_mode = self.emulates or policy.dtype == torch.float16 or any(
+            m in own or isinstance(m, _COVERED) or uses(m, self.on_cpu.names)
+            for m in module.modules()
+        )
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
@@ -119,8 +127,16 @@ class HalfForward(PassForward):
                 "a GPU, at about the speed of float32. native=True uses PyTorch's own kernels, "
                 "which are mostly slower"
             )
-        on_cpu = InFloat32(dtype, self.emulates) if device == "cpu" else nullcontext()
+        on_cpu = self.on_cpu if device == "cpu" and self.needs_mode else nullcontext()
         return torch.autocast(device, dtype) if self.policy.autocast else nullcontext(), on_cpu
+
+
+_COVERED = nn.RNNBase, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.Sigmoid
+
+
+def _only_multiplies(m):
+    "Return whether `m` does no more with its weights than multiply by them."
+    return type(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.PReLU)
 
 # %% ../../nbs/engine/03_forward.ipynb #f0a4n0rm
 class PartForward(PassForward):
@@ -168,7 +184,7 @@ class NormForward(PartForward):
         if w is not None and w.dtype != x.dtype:
             wide = torch.promote_types(x.dtype, w.dtype)
             x, w, b = (None if t is None else t.to(wide) for t in (x, w, b))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             if isinstance(m, nn.LayerNorm):
                 y = layer_norm(x, m.normalized_shape, w, b, m.eps)
             elif isinstance(m, nn.GroupNorm):
@@ -193,8 +209,7 @@ def part_of(
     own = getattr(type(m), "forward", None)
     if own in (nn.LayerNorm.forward, nn.GroupNorm.forward, nn.RMSNorm.forward):
         return NormForward
-    only_multiplies = type(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.PReLU)
-    return PartForward if has_copies and not only_multiplies else None
+    return PartForward if has_copies and not _only_multiplies(m) else None
 
 # %% ../../nbs/engine/03_forward.ipynb #8255f3fa
 def install_forward(
