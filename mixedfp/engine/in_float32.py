@@ -88,6 +88,7 @@ class InFloat32(TorchFunctionMode):
         self.in_float = _IN_FLOAT | _IN_FLOAT_ON_CUDA if is_fp16 else _IN_FLOAT
         self.products = _RECURRENT | PRODUCTS if products else _RECURRENT
         self.names = self.products | self.in_float | _LOOKUPS
+        self.widens = products or is_fp16 or not private.bf16_units()[0]  # recurrent layers
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, in float32 if the mode covers it."""
@@ -107,8 +108,10 @@ class InFloat32(TorchFunctionMode):
             return _call(func, to_float(inputs))
         floats = {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
         if name in self.products and floats <= (_NARROW if is_autocast else {self.dtype}):
-            call = _call_recurrent if name in _RECURRENT else _call
-            return cast_floats(call(func, to_float(cast_floats(inputs, self.dtype))), self.dtype)
+            inputs = cast_floats(inputs, self.dtype)
+            if name in _RECURRENT:
+                return cast_floats(_call_recurrent(func, inputs, self.widens), self.dtype)
+            return cast_floats(_call(func, to_float(inputs)), self.dtype)
         return func(*inputs[0], **inputs[1])  # PyTorch may raise
 
     def _is_lookup(self, inputs):
@@ -132,8 +135,8 @@ def _call(func, inputs):
 
 
 @private.outside_of_dynamo  # Dynamo would unroll recurrent layers
-def _call_recurrent(func, inputs):
-    return _call(func, inputs)
+def _call_recurrent(func, inputs, widens):
+    return _call(func, to_float(inputs)) if widens else func(*inputs[0], **inputs[1])
 
 
 def _is_checkpointed():
