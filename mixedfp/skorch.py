@@ -170,6 +170,7 @@ class _Components:
     def __setstate__(self, state: dict) -> None:
         """Load a pickle, whose optimizer is a plain one, and create masters."""
         super().__setstate__(state)
+        self.in_batch_ = False  # a callback may pickle the net inside a batch
         if vars(self).get("initialized_"):
             self._make_masters()
 
@@ -190,11 +191,35 @@ class _Components:
             raise
         return super().set_params(**{k: v for k, v in kwargs.items() if k not in own})
 
-# %% ../nbs/13_skorch.ipynb #67b8b197
-class _Batches:
-    "Trains in mixed precision."
+# %% ../nbs/13_skorch.ipynb #cfa9136c
+class MixedPrecisionMixin(_Components):
+    """Mixed precision for `NeuralNet` and its subclasses; list it before them among the bases.
+
+    `net.grad_scaler_` is the loss scaler; the optimizer's file also contains its state.
+    `net.optimizer_.masters` counts the skipped steps of `amp_mode='master'`.
+    Raises: TypeError, ValueError, MixedPrecisionError from `initialize` and `set_params`.
+    """
 
     in_batch_ = False
+
+    def __init__(
+        self,
+        *args,
+        amp_enabled: bool = False,
+        amp_dtype: torch.dtype | str = torch.float16,  # or 'bf16', ...; only float16 is scaled
+        amp_mode: str = "autocast",  # or 'master'
+        flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
+        grad_scaler: type[LossScaler] = LossScaler,  # `grad_scaler__...` are its arguments
+        keep_fp32: type | str | Iterable[type | str] = (),  # with masters: types, names, globs
+        skip_nonfinite: bool = True,  # masters without a loss scale: skip inf and nan
+        state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.amp_enabled, self.amp_dtype, self.amp_mode = amp_enabled, amp_dtype, amp_mode
+        self.flat_master, self.grad_scaler = flat_master, grad_scaler
+        self.keep_fp32, self.skip_nonfinite = keep_fp32, skip_nonfinite
+        self.state_dtype = state_dtype
 
     @contextmanager
     def _scaled(self, training=True):
@@ -229,31 +254,3 @@ class _Batches:
             for opt in self._get_optimizers():
                 self.grad_scaler_.unscale_(opt)
         super().notify(method_name, **cb_kwargs)
-
-# %% ../nbs/13_skorch.ipynb #cfa9136c
-class MixedPrecisionMixin(_Batches, _Components):
-    """Mixed precision for `NeuralNet` and its subclasses; list it before them among the bases.
-
-    `net.grad_scaler_` is the loss scaler; the optimizer's file also contains its state.
-    `net.optimizer_.masters` counts the skipped steps of `amp_mode='master'`.
-    Raises: TypeError, ValueError, MixedPrecisionError from `initialize` and `set_params`.
-    """
-
-    def __init__(
-        self,
-        *args,
-        amp_enabled: bool = False,
-        amp_dtype: torch.dtype | str = torch.float16,  # or 'bf16', ...; only float16 is scaled
-        amp_mode: str = "autocast",  # or 'master'
-        flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
-        grad_scaler: type[LossScaler] = LossScaler,  # `grad_scaler__...` are its arguments
-        keep_fp32: type | str | Iterable[type | str] = (),  # with masters: types, names, globs
-        skip_nonfinite: bool = True,  # masters without a loss scale: skip inf and nan
-        state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
-        **kwargs,
-    ):
-        super().__init__(*args, **kwargs)
-        self.amp_enabled, self.amp_dtype, self.amp_mode = amp_enabled, amp_dtype, amp_mode
-        self.flat_master, self.grad_scaler = flat_master, grad_scaler
-        self.keep_fp32, self.skip_nonfinite = keep_fp32, skip_nonfinite
-        self.state_dtype = state_dtype

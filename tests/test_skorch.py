@@ -309,6 +309,13 @@ def test_a_copy_continues_as_the_original(mode, how):
     assert_same(twin.forward(table()[0]), net.forward(table()[0]))
 
 
+def test_a_copy_made_inside_a_batch_scales_its_losses():
+    net = make("autocast_fp16").initialize()
+    with net._scaled():
+        twin = pickle.loads(pickle.dumps(net))
+    assert twin.partial_fit(*table()).grad_scaler_.n_steps == 8
+
+
 @every_mode
 def test_a_resumed_run_ends_in_the_same_bits(mode, tmp_path):
     def a_net(**settings):
