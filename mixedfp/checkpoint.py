@@ -6,11 +6,10 @@
 __all__ = ['random_states', 'set_random_states', 'save_checkpoint', 'load_checkpoint', 'Checkpoint']
 
 # %% ../nbs/14_checkpoint.ipynb #5ca0a0f8
-import hashlib
 import os
 import pickle
 import random
-import struct
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,20 +84,6 @@ def _plain(o):
     return o.tolist() if isinstance(o, (np.generic, np.ndarray)) else o
 
 # %% ../nbs/14_checkpoint.ipynb #78756538
-_MARK = b"mixedfp blake2b "
-
-
-def _tail(file, n):
-    "Return the tail that follows the first `n` bytes: comment length, mark, checksum."
-    digest = hashlib.blake2b(digest_size=32)
-    file.seek(0)
-    while n and (data := file.read(min(n, 2**20))):
-        digest.update(data)
-        n -= len(data)
-    comment = _MARK + digest.hexdigest().encode()
-    return struct.pack("<H", len(comment)) + comment
-
-
 def save_checkpoint(
     state: dict,  # nested dicts, lists and tuples of tensors, numbers and strings
     path: str | Path,  # of the file, in an existing folder
@@ -107,12 +92,8 @@ def save_checkpoint(
     path = Path(path)
     part = path.with_name(path.name + ".tmp")
     try:
-        with open(part, "w+b") as file:
+        with open(part, "wb") as file:
             torch.save(_plain(state), file)
-            n = file.seek(-2, os.SEEK_END)  # before the comment's length, 0 from `torch.save`
-            tail = _tail(file, n)
-            file.seek(n)
-            file.write(tail)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -127,17 +108,21 @@ def load_checkpoint(
 ) -> dict:  # the saved state
     "Read a checkpoint. Raises: MixedPrecisionError if damaged or another kind of file; OSError."
     with open(path, "rb") as file:
-        n = file.seek(0, os.SEEK_END) - 2 - len(_MARK) - 64
-        if n < 0 or _tail(file, n) != file.read():
-            raise MixedPrecisionError(
-                f"`{path}` is damaged, or not a checkpoint: it does not end with the digest of its "
-                "bytes. Delete it to start anew; learn.load reads the files of learn.save"
-            )
+        try:  # `torch.load` ignores checksums, and reads an entry marked as a folder as empty
+            found = zipfile.ZipFile(file)
+            marked = [i for i in found.infolist() if i.external_attr & 0x10]
+            is_whole = found.testzip() is None and not marked
+        except Exception:  # of many kinds, if the list of entries is damaged
+            is_whole = False
+        if not is_whole:
+            raise MixedPrecisionError(f"`{path}` is damaged: delete it to start anew")
         file.seek(0)
         try:
             return torch.load(file, map_location=device, weights_only=True)
         except pickle.UnpicklingError as e:
-            raise MixedPrecisionError(f"`{path}` contains more than data: it is not loaded") from e
+            raise MixedPrecisionError(
+                f"`{path}` contains more than data: learn.load reads the files of learn.save"
+            ) from e
 
 # %% ../nbs/14_checkpoint.ipynb #b58f5ebb
 class Checkpoint(Callback):
@@ -156,12 +141,14 @@ class Checkpoint(Callback):
     ):
         if not isinstance(fname, (str, Path)) or not Path(fname).name:
             raise ValueError(f"`fname` is {fname!r}: expected a file name, such as 'run'")
-        self.fname, self.n_done, self.has_trained = fname, 0, False
+        self.fname, self.n_done = fname, 0
+        self.trained: int | None = None  # the last epoch with batches
 
     def before_fit(self) -> None:
         "Check that a file can be written; turn fastai's trackers off for skipped epochs."
-        self.has_trained = False  # may be left True by an interrupted fit
-        if self._is_trial():
+        self.trained = None
+        self.run = not hasattr(self.learn, "lr_finder")  # until the end of this fit
+        if not self.run:
             return
         if has_shards(self.model):
             raise MixedPrecisionError(
@@ -180,26 +167,21 @@ class Checkpoint(Callback):
 
     def before_train(self) -> None:
         "Skip a finished epoch if the fit does not: `fit_flat_cos` ignores `start_epoch`."
-        if self._is_trial():
-            return
         if self.epoch < self.n_done:
             raise CancelEpochException
-        self.has_trained = True
+        self.trained = self.epoch
 
     def after_epoch(self) -> None:
         "Write the checkpoint; after the last skipped epoch, restore all states."
-        if self._is_trial():
-            return
         if self.epoch + 1 == self.n_done:
             self.n_done = 0
             self._restore()
-        elif self.has_trained:
+        elif self.trained == self.epoch:
             saved = self._progress()
             if not rank_distrib():
                 opt = {**self.opt.state_dict(), _KEY: saved}
                 state = {"model": get_model(self.model).state_dict(), "opt": opt}
                 save_checkpoint(state, self._path(self.learn))
-        self.has_trained = False
 
     def resume(
         self,
@@ -208,22 +190,20 @@ class Checkpoint(Callback):
         """Load model and optimizer; the fit then restores loss scale and random states.
 
         Raises: MixedPrecisionError for a file that is damaged, from another model or optimizer, or
-        not written by `Checkpoint`; the learner is then left unchanged.
+        not written by `Checkpoint`; nothing is loaded then.
         """
         self.n_done, path = 0, self._path(learn)
         if not path.exists():
             return 0
-        state, model, before = self._read(learn), get_model(learn.model), learn.opt
-        _check_model(state["model"], model.state_dict(), path)
-        try:
-            if learn.opt is None:
-                learn.create_opt()
-            opt: Any = learn.opt
-            if _groups(state["opt"]) != _groups(opt.state_dict()):
-                raise MixedPrecisionError(f"`{path}` is of another optimizer, or of other groups")
-        except Exception:
-            learn.opt = before
-            raise
+        state, model = self._read(learn), get_model(learn.model)
+        if learn.opt is None:
+            learn.create_opt()
+        opt: Any = learn.opt
+        here, there = _layout(model.state_dict(), opt.state_dict()), _layout(**state)
+        if other := [k for k in here | there if here.get(k, "") != there.get(k, "")]:
+            raise MixedPrecisionError(
+                f"`{path}` is of another model or optimizer: {', '.join(other[:3])} differ"
+            )
         opt.load_state_dict(state["opt"])
         model.load_state_dict(state["model"])
         self.n_done = state["opt"][_KEY]["n_done"]
@@ -231,9 +211,6 @@ class Checkpoint(Callback):
 
     def _path(self, learn):
         return join_path_file(self.fname, learn.path / learn.model_dir, ext=".pth")
-
-    def _is_trial(self):
-        return hasattr(self.learn, "lr_finder")
 
     def _counting(self):
         kinds = TrackerCallback, GradientAccumulation
@@ -263,9 +240,8 @@ class Checkpoint(Callback):
                   for cb in self._counting()]
         progress = {"n_done": self.epoch + 1, "train_iter": self.train_iter, "callbacks": counts}
         mixed = _scaling(self.learn)
-        known = None if mixed is None else mixed.scaler.known_of(mixed.opt.core)
-        progress["grad_scale"] = 1.0 if known is None else float(known.scale)
-        return {"format": _FORMAT, "ranks": ranks, **progress}
+        scale = 1.0 if mixed is None else mixed.scaler.known_of(mixed.opt.core).scale
+        return {"format": _FORMAT, "ranks": ranks, "grad_scale": float(scale), **progress}
 
     def _restore(self):
         "Restore the file's state again, because other callbacks may have changed it."
@@ -287,9 +263,10 @@ class Checkpoint(Callback):
             p.grad = None
             if (g := own["grads"].get(k)) is not None:  # in 16 bits only with `half_grads`
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype or g.dtype).copy_(g / scale)
-        for cb, (name, counts) in zip(self._counting(), saved["callbacks"], strict=False):
-            if cb.name == name:
-                vars(cb).update(counts, run=True)
+        for cb in self._counting():
+            cb.run = True
+            if saved["callbacks"] and saved["callbacks"][0][0] == cb.name:
+                vars(cb).update(saved["callbacks"].pop(0)[1])
         set_random_states(own["random"], self.dls)
 
 
@@ -302,19 +279,12 @@ def _brief(grad):
     return grad if grad.is_sparse or grad.any() else grad.new_zeros(()).expand_as(grad)
 
 
-def _check_model(state, model, path):
-    "Compare names and shapes before anything is loaded. Raises: MixedPrecisionError."
-    here, there = ({k: getattr(v, "shape", None) for k, v in s.items()} for s in (model, state))
-    other = [k for k in here | there if here.get(k, "") != there.get(k, "")]
-    if other:
-        names = ", ".join(other[:3])
-        raise MixedPrecisionError(f"`{path}` is of another model: {names} differ in name or shape")
-
-
-def _groups(opt):
-    if "hypers" in opt:  # fastai's: the state has an entry for each parameter
-        return [sorted(h) for h in opt["hypers"]], len(opt["state"])
-    return [(sorted(g), len(g["params"])) for g in opt.get("param_groups", [])]
+def _layout(model, opt):
+    "Return what must be equal here and in a file: shapes of tensors, groups of parameters."
+    found = {k: getattr(v, "shape", None) for k, v in model.items()}
+    for i, g in enumerate(opt.get("hypers", []) + opt.get("param_groups", [])):
+        found[f"group {i}"] = sorted(g), len(g.get("params", ()))
+    return found | ({"number of parameters": len(opt["state"])} if "hypers" in opt else {})
 
 
 def _scaling(learn):

@@ -6,7 +6,6 @@
 __all__ = ['shard_model', 'SharedData']
 
 # %% ../nbs/11_fsdp.ipynb #f5d90001
-import copy
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from fastai.callback.core import Callback
-from fastai.learner import Learner, join_path_file, load_model, save_model
+from fastai.learner import Learner, join_path_file, load_model
 from fastcore.basics import patch
 from torch import distributed, nn
 
@@ -109,40 +108,40 @@ def _from_rank(order, rank):
     return sent[0]
 
 # %% ../nbs/11_fsdp.ipynb #f5d90004
-class _Whole:
-    "Stands in for a Learner's sharded model or optimizer in the functions that use files."
+class _Cut:
+    "Loads whole tensors into a Learner's sharded model or optimizer."
 
-    def __init__(self, part, learn):
-        self.part, self.learn, self.state = part, learn, {}
-
-    def state_dict(self):
-        return self.state
+    def __init__(self, part, params=None):
+        self.part, self.params = part, params  # of an optimizer
 
     def load_state_dict(self, state, **kwargs):
-        if self.part is self.learn.model:
+        if self.params is None:
             now = self.part.state_dict()
             state = {k: cut_like(t, now.get(k)) for k, t in state.items()}
         else:  # states per parameter, by number or in a list
-            params = [p for ps in self.part.param_lists for p in ps]
             saved = state["state"]
             items = saved.items() if isinstance(saved, dict) else enumerate(saved)
-            cut = {i: map_tensors(partial(cut_like, like=params[i]), s) for i, s in items}
+            cut = {i: map_tensors(partial(cut_like, like=self.params[i]), s) for i, s in items}
             state = {**state, "state": cut if isinstance(saved, dict) else list(cut.values())}
         self.part.load_state_dict(state, **kwargs)
 
 
+def _path(learn, file):
+    "Return this process's path, and that of the first process: `lr_find` has a folder for each."
+    path = join_path_file(file, learn.path / learn.model_dir, ext=".pth")
+    return path, _from_rank(path, 0)
+
+
 def _save(learn, file, with_opt=True, **kwargs):
     "Write one file of whole float32 tensors, like `Learner.save`. Sync: all processes take part."
-    path = join_path_file(file, learn.path / learn.model_dir, ext=".pth")
-    parts = [_Whole(part, learn) for part in (learn.model, learn.opt) if part is not None]
-    if "lr_finder" in vars(learn):  # has a folder for each process
-        learn.kept = copy.deepcopy([whole.part.state_dict() for whole in parts])
-        path.touch()
-    else:
-        for whole in parts:
-            whole.state = gathered(whole.part.state_dict())
-        save_model(path, parts[0], parts[1] if parts[1:] else None, with_opt, **kwargs)
-        distributed.barrier()
+    own, path = _path(learn, file)
+    state = gathered(learn.model.state_dict())
+    if with_opt and learn.opt is not None:
+        state = {"model": state, "opt": gathered(learn.opt.state_dict())}
+    if distributed.get_rank() == 0:
+        torch.save(state, path, **kwargs)
+    distributed.barrier()
+    own.touch()
     return path
 
 
@@ -150,13 +149,10 @@ def _load(learn, file, device=None, **kwargs):
     "Read a `Learner.save` file; each process keeps its part. Sync: all wait for each other."
     if learn.opt is None:
         learn.create_opt()
-    path = join_path_file(file, learn.path / learn.model_dir, ext=".pth")
-    if "lr_finder" in vars(learn):
-        for part, state in zip((learn.model, learn.opt), vars(learn).pop("kept"), strict=True):
-            part.load_state_dict(state)
-    else:
-        load_model(path, _Whole(learn.model, learn), _Whole(learn.opt, learn), mmap=True, **kwargs)
-        distributed.barrier()  # the file may be overwritten now
+    params = [p for ps in learn.opt.param_lists for p in ps]
+    _, path = _path(learn, file)
+    load_model(path, _Cut(learn.model), _Cut(learn.opt, params), mmap=True, **kwargs)
+    distributed.barrier()  # the file may be overwritten now
     return learn
 
 # %% ../nbs/11_fsdp.ipynb #f5d90005

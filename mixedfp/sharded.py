@@ -21,8 +21,12 @@ from .torch_private import NORMS, mp_policy
 # %% ../nbs/03_sharded.ipynb #306981bc
 def is_sharded(t: Any) -> bool:
     "Return whether `t` is a `torch.distributed.tensor.DTensor`, which several processes share."
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, module.DTensor)
+    return _is_a("torch.distributed.tensor", "DTensor", t)
+
+
+def _is_a(module, name, o):
+    found = sys.modules.get(module)  # if it is not imported, there are no such objects
+    return found is not None and isinstance(o, getattr(found, name))
 
 # %% ../nbs/03_sharded.ipynb #e3052c14
 @torch.no_grad()
@@ -40,13 +44,8 @@ def groups_of(
     params: Iterable[Any],  # in the same order in each process
 ) -> list[Any]:  # a process group for each dimension of each mesh, without duplicates
     "Return the groups of processes that share the `DTensor`s in `params`."
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
-        return []
-    shared = [p for p in params if isinstance(p, module.DTensor)]
-    groups = {}
-    for mesh in dict.fromkeys(p.device_mesh for p in shared):
-        groups |= {g.group_name: g for g in mesh.get_all_groups()}
+    meshes = dict.fromkeys(p.device_mesh for p in params if is_sharded(p))
+    groups = {g.group_name: g for mesh in meshes for g in mesh.get_all_groups()}
     return list(groups.values())
 
 
@@ -62,10 +61,8 @@ def agree(
 # %% ../nbs/03_sharded.ipynb #5ha4d001
 def sharded_modules(model: nn.Module) -> dict[str, Any]:
     "Return the modules that `fully_shard` or `replicate` was called on, by name."
-    module = sys.modules.get("torch.distributed.fsdp")
-    if module is None:
-        return {}
-    return {k: m for k, m in model.named_modules() if isinstance(m, module.FSDPModule)}
+    named = model.named_modules()
+    return {k: m for k, m in named if _is_a("torch.distributed.fsdp", "FSDPModule", m)}
 
 
 def has_shards(model: nn.Module) -> bool:
@@ -94,40 +91,34 @@ def check_shards(
     policy: Any,  # a `Policy`
 ) -> None:
     "Check the FSDP2 policies. Raises: MixedPrecisionError with the line to write."
-    dtype = policy.dtype
-    line = f"mp_policy=MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)"
+    line = f"MixedPrecisionPolicy(param_dtype={policy.dtype}, reduce_dtype=torch.float32)"
     modules = sharded_modules(model)
-    for name, m in modules.items():
-        p = mp_policy(m)
-        is_root = not any(k == "" or name.startswith(k + ".") for k in modules if k != name)
-        if all(t.ndim < 2 for t in m.parameters()) and p.param_dtype in (None, torch.float32):
-            continue  # norms and biases may stay in float32
-        wrong = None
-        if (p.param_dtype or torch.float32) != dtype:
-            wrong = f"computes in {p.param_dtype or torch.float32}"
-        elif (p.reduce_dtype or dtype) != torch.float32:
-            wrong = f"averages its gradients in {p.reduce_dtype or dtype}"
-        elif p.output_dtype not in (None, dtype) and not is_root:
-            wrong = f"is inside the model, and its output_dtype is {p.output_dtype}"
-        if wrong is not None:
-            raise MixedPrecisionError(
-                f"the sharded module `{name or type(model).__name__}` {wrong}: write "
-                f"fully_shard(module, {line}) for each block and for the model"
-            )
     for name, m in model.named_modules():
-        inside = [k for k in modules if k in ("", name) or name.startswith(k + ".")]
-        own = list(m.parameters(recurse=False))
-        if modules and own and not inside:
+        around = [k for k in modules if k in ("", name) or name.startswith(k + ".")]
+        nearest = modules[max(around, key=len)] if around else None
+        if modules and (wrong := _fault(m, nearest, policy.dtype)):
             raise MixedPrecisionError(
-                f"`{name}` is in no sharded module, so its gradients stay in each process: write "
-                f"fully_shard(model, {line}) after the blocks"
+                f"`{name or type(model).__name__}` {wrong}: write fully_shard(module, mp_policy="
+                f"{line}) for each block, then for the model; and before its block, without a "
+                "policy, for a norm with running statistics"
             )
-        if inside and own and isinstance(m, NORMS):
-            if mp_policy(modules[max(inside, key=len)]).param_dtype not in (None, torch.float32):
-                raise MixedPrecisionError(
-                    f"`{name}` keeps running statistics, and computes in float32: write "
-                    "fully_shard(norm), without a policy, before its block is sharded"
-                )
+
+
+def _fault(m, shard, dtype):
+    "Return what is wrong with module `m`, whose parameters the module `shard` gathers, or None."
+    own = list(m.parameters(recurse=False))
+    if shard is None:
+        return "is in no sharded module, so its gradients stay in each process" if own else None
+    p = mp_policy(shard)
+    computes = p.param_dtype or torch.float32
+    if own and isinstance(m, NORMS) and computes != torch.float32:
+        return "keeps running statistics, and computes in float32"
+    if m is not shard or all(t.ndim < 2 for t in m.parameters()) and computes == torch.float32:
+        return None  # norms and biases may stay in float32
+    if computes != dtype:
+        return f"computes in {computes}"
+    reduces = p.reduce_dtype or dtype
+    return None if reduces == torch.float32 else f"averages its gradients in {reduces}"
 
 # %% ../nbs/03_sharded.ipynb #5ha4d003
 def gathered(

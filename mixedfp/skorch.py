@@ -7,7 +7,7 @@ __all__ = ['AutocastForward', 'MixedBatch', 'MixedPrecisionMixin']
 
 # %% ../nbs/13_skorch.ipynb #12392f52
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from .cast import Policy, WrappedForward, to_float
-from .engine.buffers import BufferSnapshot
 from .engine.in_float32 import InFloat32
-from .formats import MixedPrecisionError
+from .engine.masters import Masters, masters_of
 from .nested import check_flag, warn_once
-from .optimizer import masters_of, with_masters
 from .scaler import LossScaler
+from .step import MasterStep
 from .torch_private import uncompiled
 
 # %% ../nbs/13_skorch.ipynb #c3e87932
@@ -56,13 +55,10 @@ class MixedBatch(TorchFunctionMode):
         self,
         scaler: LossScaler,
         optimizers: Iterable[Optimizer],  # every optimizer that can step
-        modules: Iterable[nn.Module] = (),  # their buffers are restored on a skip
     ):
         super().__init__()
         self.scaler, self.optimizers = scaler, list(optimizers)
-        self.snapshots = [BufferSnapshot(m) for m in modules]
         self.n_scaled = scaler.n_scaled  # losses; > 0 if batches are accumulated
-        self.has_stepped = self.is_stepping = False  # since the last `update`; right now
 
     def __enter__(self) -> "MixedBatch":
         """Replace the optimizers' `step`."""
@@ -71,85 +67,40 @@ class MixedBatch(TorchFunctionMode):
             opt.step = partial(self.step, opt, opt.step)
         return super().__enter__()
 
-    def __exit__(self, kind, error, trace) -> None:
-        """Restore the optimizers' `step`, and update the scale."""
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error) -> None:
+        """Restore the optimizers' `step`."""
+        super().__exit__(*error)
         for opt, step in zip(self.optimizers, self.before, strict=True):
             del opt.step
             if step is not None:
                 opt.step = step
-        if error is None:
-            self.update()
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        """Call `func`; scale the loss if it is `backward`."""
+        """Call `func`; scale the loss if it is `backward`, unless the caller has already."""
         if func is Tensor.backward:
-            args = self.scale(args[0]), *args[1:]
+            if self.scaler.n_scaled == self.n_scaled:
+                args = self.scaler.scale(args[0]), *args[1:]
+            self.n_scaled = self.scaler.n_scaled
         return func(*args, **(kwargs or {}))
-
-    def scale(self, loss: Tensor) -> Tensor:
-        "Scale `loss`, unless the caller has already."
-        if self.scaler.n_scaled == self.n_scaled:
-            self.update()
-            loss = self.scaler.scale(loss)
-        self.n_scaled = self.scaler.n_scaled
-        return loss
-
-    def unscale(self) -> None:
-        "Unscale the gradients; repeated calls change nothing."
-        for opt in self.optimizers if self.scaler.n_scaled else ():
-            self.scaler.unscale_(opt)
-
-    def update(self) -> None:
-        "Update the scale if there was a step."
-        if self.has_stepped:
-            self.scaler.update()
-            self.has_stepped, self.n_scaled = False, 0
 
     def step(self, optimizer, own_step, closure=None) -> Any:
         "Step with true gradients, or skip. Runs twice, as the scaler calls `optimizer.step`."
-        if self.is_stepping:
-            return own_step() if closure is None else own_step(closure)
+        if "found_by" in vars(optimizer):
+            return own_step()
         if closure is not None and not isinstance(optimizer, torch.optim.LBFGS):
             closure()
             closure = None
-        if closure is None and not self.scaler.n_scaled:
+        known = self.scaler.known_of(optimizer)
+        if closure is None and not self.scaler.n_scaled and known.scale == 1:
             warn_once(
                 "the gradients come from an unscaled loss, so float16 may have flushed them "
                 "to 0: call loss.backward(), or backward on net.grad_scaler_.scale(loss)"
             )
             return own_step()
-        self.is_stepping = True
-        try:
-            done = self.scaler.step(optimizer, *(() if closure is None else (closure,)))
-        finally:
-            self.is_stepping = False
-        self.has_stepped = True
-        if self.scaler.found_nonfinite(optimizer):
-            for snapshot in self.snapshots:
-                snapshot.restore()
+        done = self.scaler.step(optimizer, *(() if closure is None else (closure,)))
+        self.scaler.update()
+        self.n_scaled = 0
         return done
-
-# %% ../nbs/13_skorch.ipynb #09fca47c
-class _SavedScale:
-    "The saved state of a loss scaler, together with the optimizer's if there is one."
-
-    def __init__(self, scaler, optimizer=None):
-        self.scaler, self.optimizer = scaler, optimizer
-
-    def state_dict(self):
-        scale = self.scaler.state_dict()
-        if self.optimizer is None:
-            return scale
-        return self.optimizer.state_dict() | ({"loss_scale": scale} if scale else {})
-
-    def load_state_dict(self, state):
-        scale = state
-        if self.optimizer is not None:
-            scale = state.get("loss_scale")
-            self.optimizer.load_state_dict({k: v for k, v in state.items() if k != "loss_scale"})
-        if scale:
-            self.scaler.load_state_dict(scale)
 
 # %% ../nbs/13_skorch.ipynb #23c329a8
 _MODES = ("autocast", "master")
@@ -158,11 +109,10 @@ _OWN = {"amp_enabled", "amp_dtype", "amp_mode", "grad_scaler", *_OF_MASTERS}
 
 
 class _Components:
-    "Creates the loss scaler and the masters, and handles files and pickles."
+    "Creates the loss scaler and the masters."
 
     def initialize(self) -> Any:
         """Initialize all components and return self."""
-        self._policy()
         if "grad_scaler" not in self.prefixes_:
             self._register_attribute("grad_scaler", None)
         self.initialize_grad_scaler()
@@ -170,28 +120,19 @@ class _Components:
 
     def initialize_grad_scaler(self) -> Any:
         """Create `grad_scaler_`, enabled for float16, and return self."""
-        self.grad_scaler_ = self._make_grad_scaler()
+        is_fp16 = self._policy().dtype == torch.float16
+        kwargs = {"enabled": is_fp16} | self.get_params_for("grad_scaler")
+        self.grad_scaler_ = self.grad_scaler(
+            **(kwargs if self.amp_enabled else kwargs | {"enabled": False})
+        )
         return self
 
-    def _make_grad_scaler(self):
-        if not (isinstance(self.grad_scaler, type) and issubclass(self.grad_scaler, LossScaler)):
-            raise TypeError(
-                f"`grad_scaler` is {self.grad_scaler!r}: expected the class "
-                "mixedfp.scaler.LossScaler or a subclass; its arguments are given as "
-                "grad_scaler__init_scale=512."
-            )
-        is_fp16 = Policy(self.amp_dtype).dtype == torch.float16
-        kwargs = {"enabled": is_fp16} | self.get_params_for("grad_scaler")
-        return self.grad_scaler(**(kwargs if self.amp_enabled else kwargs | {"enabled": False}))
-
     def _policy(self):
-        "Return the settings of the masters, or None. Raises: TypeError, ValueError."
+        "Return the settings of the forward pass. Raises: TypeError, ValueError."
         if self.amp_mode not in _MODES:
             raise ValueError(f"`amp_mode` is {self.amp_mode!r}: expected one of {_MODES}")
         is_on = check_flag("amp_enabled", self.amp_enabled) and self.amp_mode == "master"
-        settings = {name: getattr(self, name) for name in _OF_MASTERS} if is_on else {}
-        policy = Policy(self.amp_dtype, **settings)
-        return policy if is_on else None
+        return Policy(self.amp_dtype, **{k: getattr(self, k) for k in _OF_MASTERS if is_on})
 
     def _get_optimizers(self):
         found = [getattr(self, name + "_", None) for name in self._optimizers]
@@ -203,133 +144,60 @@ class _Components:
         return self
 
     def _make_masters(self):
-        "Restore the masters, and create those of the current settings."
+        "Make the modules plain, and then compute and train as the settings say."
         parts = {name: getattr(self, name + "_", None) for name in self._modules}
         parts = {k: uncompiled(m) for k, m in parts.items() if isinstance(m, nn.Module)}
-        for masters in map(masters_of, parts.values()):
-            if masters is not None:
+        for m in parts.values():
+            if (masters := masters_of(m)) is not None:
                 masters.restore()
-        optimizers = self._get_optimizers()
-        if not optimizers or (policy := self._policy()) is None:  # a trimmed net has no optimizer
+            AutocastForward.remove(m)
+        policy, optimizers = self._policy(), self._get_optimizers()
+        if not self.amp_enabled:
             return
-        model = next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
-        inside = set(model.parameters())
-        if any(p not in inside for _, p in self.get_all_learnable_params()):
-            raise MixedPrecisionError(
-                "the criterion has parameters, and with amp_mode='master' it stays in 32 bits: "
-                "use amp_mode='autocast', or put them into the module"
-            )
-        with_masters(model, *optimizers, **vars(policy))
-
-    def _get_module(self, name, msg):
-        found = super()._get_module(name, msg)
-        if name in [optimizer + "_" for optimizer in self._optimizers]:
-            return _SavedScale(self.grad_scaler_, found)
-        return _SavedScale(found) if name == "grad_scaler_" else found
+        if self.amp_mode == "autocast":
+            for m in parts.values():
+                AutocastForward(m, policy.dtype)
+            policy = Policy(torch.float32)  # masters that cast nothing: they restore buffers
+        if optimizers:  # a trimmed net has none
+            model = next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
+            masters, scaler = Masters(model, policy), self.grad_scaler_
+            for opt in optimizers:
+                MasterStep(opt, masters, {"loss_scale": scaler if scaler.is_enabled() else None})
 
     def __setstate__(self, state: dict) -> None:
-        """Load a pickle, whose module is a plain one, and create masters."""
+        """Load a pickle, whose optimizer is a plain one, and create masters."""
         super().__setstate__(state)
+        self.in_batch_ = False  # a callback may pickle the net inside a batch
         if vars(self).get("initialized_"):
             self._make_masters()
 
-# %% ../nbs/13_skorch.ipynb #68d0f8d0
-class _Parameters:
-    "Sets the parameters of mixed precision."
-
     def set_params(self, **kwargs) -> Any:
-        """Set parameters, and re-create the components that they affect."""
+        """Set parameters, and re-create the scaler and the masters if one is theirs."""
         own = {k: v for k, v in kwargs.items() if k in _OWN or k.startswith("grad_scaler__")}
-        others = {k: v for k, v in kwargs.items() if k not in own}
-        if not own or not self.initialized_:
-            vars(self).update(own)
-            self._params_to_validate.update(k for k in own if "__" in k)
-            return super().set_params(**others)
-        policy, before = self._policy(), dict(vars(self))
+        before = dict(vars(self))
         vars(self).update(own)
+        self._params_to_validate.update(k for k in own if "__" in k)
         try:
-            scaler = self._make_grad_scaler()
-            if self._policy() != policy:
+            if own and self.initialized_:
+                self.initialize_grad_scaler()
                 self._make_masters()
         except Exception:
             vars(self).clear()
             vars(self).update(before)
             self._make_masters()
             raise
-        super().set_params(**others)
-        if own.keys() - {"amp_mode", *_OF_MASTERS}:
-            self.grad_scaler_ = scaler
-        return self
-
-# %% ../nbs/13_skorch.ipynb #67b8b197
-class _Batches:
-    "Trains, validates and predicts in mixed precision."
-
-    batch_: MixedBatch | None = None  # the current batch
-
-    @contextmanager
-    def _mixed(self, training=False):
-        "Run the block in mixed precision; a nested block changes nothing."
-        if self.batch_ is not None or not self.amp_enabled:
-            yield
-            return
-        names = self._modules if self.amp_mode == "autocast" else ()
-        modules = [m for name in names if isinstance(m := getattr(self, name + "_"), nn.Module)]
-        dtype, is_scaled = Policy(self.amp_dtype).dtype, training and self.grad_scaler_.is_enabled()
-        with ExitStack() as stack:
-            for module in modules:
-                stack.callback(AutocastForward.remove, module)
-                AutocastForward(module, dtype)
-            stack.callback(setattr, self, "batch_", None)
-            optimizers = self._get_optimizers() if is_scaled else ()
-            self.batch_ = MixedBatch(self.grad_scaler_, optimizers, modules if is_scaled else ())
-            if is_scaled:
-                stack.enter_context(self.batch_)
-            yield
-
-    def run_single_epoch(self, iterator, training, prefix, step_fn, **fit_params) -> None:
-        """Run an epoch with each batch in mixed precision."""
-
-        def mixed_step(batch, **kwargs):
-            with self._mixed(training):
-                return step_fn(batch, **kwargs)
-
-        super().run_single_epoch(iterator, training, prefix, mixed_step, **fit_params)
-
-    def train_step(self, batch, **fit_params) -> dict:
-        """Take one step in mixed precision."""
-        with self._mixed(training=True):
-            return super().train_step(batch, **fit_params)
-
-    def validation_step(self, batch, **fit_params) -> dict:
-        """Compute predictions and loss in mixed precision."""
-        with self._mixed():
-            return super().validation_step(batch, **fit_params)
-
-    def evaluation_step(self, batch, training=False) -> Any:
-        """Compute predictions in mixed precision."""
-        with self._mixed():
-            return super().evaluation_step(batch, training=training)
-
-    def infer(self, x, **fit_params) -> Any:
-        """Run the forward pass in mixed precision."""
-        with self._mixed():
-            return super().infer(x, **fit_params)
-
-    def notify(self, method_name: str, **cb_kwargs) -> None:
-        """Call the callbacks; `on_grad_computed` gets true gradients."""
-        if method_name == "on_grad_computed" and self.batch_ is not None:
-            self.batch_.unscale()
-        super().notify(method_name, **cb_kwargs)
+        return super().set_params(**{k: v for k, v in kwargs.items() if k not in own})
 
 # %% ../nbs/13_skorch.ipynb #cfa9136c
-class MixedPrecisionMixin(_Batches, _Parameters, _Components):
+class MixedPrecisionMixin(_Components):
     """Mixed precision for `NeuralNet` and its subclasses; list it before them among the bases.
 
-    `net.grad_scaler_` is the loss scaler; the optimizer's file also contains its state. With
-    `amp_mode='master'`, `net.optimizer_.masters` counts the skipped steps.
+    `net.grad_scaler_` is the loss scaler; the optimizer's file also contains its state.
+    `net.optimizer_.masters` counts the skipped steps of `amp_mode='master'`.
     Raises: TypeError, ValueError, MixedPrecisionError from `initialize` and `set_params`.
     """
+
+    in_batch_ = False
 
     def __init__(
         self,
@@ -349,3 +217,37 @@ class MixedPrecisionMixin(_Batches, _Parameters, _Components):
         self.flat_master, self.grad_scaler = flat_master, grad_scaler
         self.keep_fp32, self.skip_nonfinite = keep_fp32, skip_nonfinite
         self.state_dtype = state_dtype
+
+    @contextmanager
+    def _scaled(self, training=True):
+        "Scale losses in the block; a nested block changes nothing."
+        if self.in_batch_ or not training or not self.grad_scaler_.is_enabled():
+            yield
+            return
+        self.in_batch_ = True
+        try:
+            with MixedBatch(self.grad_scaler_, self._get_optimizers()):
+                yield
+        finally:
+            self.in_batch_ = False
+
+    def run_single_epoch(self, iterator, training, prefix, step_fn, **fit_params) -> None:
+        """Run an epoch with each batch in mixed precision."""
+
+        def scaled_step(batch, **kwargs):
+            with self._scaled(training):
+                return step_fn(batch, **kwargs)
+
+        super().run_single_epoch(iterator, training, prefix, scaled_step, **fit_params)
+
+    def train_step(self, batch, **fit_params) -> dict:
+        """Take one step in mixed precision."""
+        with self._scaled():
+            return super().train_step(batch, **fit_params)
+
+    def notify(self, method_name: str, **cb_kwargs) -> None:
+        """Call the callbacks; `on_grad_computed` gets true gradients."""
+        if method_name == "on_grad_computed" and self.grad_scaler_.n_scaled:
+            for opt in self._get_optimizers():
+                self.grad_scaler_.unscale_(opt)
+        super().notify(method_name, **cb_kwargs)

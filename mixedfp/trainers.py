@@ -39,13 +39,8 @@ class _Setup(NamedTuple):
     def of(cls, dtype, scaler, settings) -> "_Setup":
         "Check the user's arguments."
         policy = Policy(dtype=dtype, **settings)
-        is_fp16 = policy.dtype == torch.float16
-        if is_fp16 and policy.half_grads:
-            raise MixedPrecisionError(
-                "half_grads=True in float16 keeps gradients scaled until the step, but a trainer "
-                "clips and logs them earlier. Use bfloat16, or omit half_grads"
-            )
-        return cls({**settings, "dtype": policy.dtype}, scaler or LossScaler(enabled=is_fp16))
+        scaler = scaler or LossScaler(enabled=policy.dtype == torch.float16)
+        return cls({**settings, "dtype": policy.dtype}, scaler)
 
     def attach(self, model, *optimizers):
         "Make `model` compute in 16 bits, and `optimizers` skip steps with inf or nan."
@@ -207,14 +202,14 @@ class MastersPrecision:
     ) -> Any:  # the loss, or the result of the step
         "Compute gradients, unscale and clip them; step or skip; update the loss scale."
         self._prepare(optimizer)
-        loss, given = None, []
+        loss = None
         if closure is not None:
-            given = [partial(self._evaluate, optimizer, model, closure)]
-            if not (isinstance(optimizer, LBFGS) or hasattr(optimizer, "first_step")):  # e.g. SAM
-                loss = given.pop()()
+            closure = partial(self._evaluate, optimizer, model, closure)
+            if not isinstance(optimizer, LBFGS) and not hasattr(optimizer, "first_step"):  # SAM
+                loss, closure = closure(), None
                 if self._is_left_out(loss, model):
                     return None
-        done = self.scaler.step(optimizer, *given, **kwargs)
+        done = self.scaler.step(optimizer, *filter(None, [closure]), **kwargs)
         self.scaler.update()
         torch.clear_autocast_cache()  # manual optimization goes on inside `forward_context`
         if model is not None and model.trainer.global_step % model.trainer.log_every_n_steps == 0:
@@ -322,12 +317,10 @@ def use_masters(
 
     `use_masters(Trainer(...), "bf16").train()`; `accelerator = use_masters(Accelerator(), "fp16")`.
     Its files contain float32 weights; `trainer.save_model(folder, dtype="bf16")` exports 16 bits.
-    Raises: like `with_masters`; MixedPrecisionError if its own mixed precision is on, it has
-    started, or it already has masters; TypeError for other objects.
+    Raises: like `with_masters`; MixedPrecisionError if its own mixed precision is on, or it has
+    started; TypeError for other objects.
     """
     setup = _Setup.of(dtype, scaler, settings)
-    if isinstance(trainer, _Accelerator | _Trainer):
-        raise MixedPrecisionError("this trainer has masters already: call use_masters only once")
     names = [f"{c.__module__}.{c.__name__}" for c in type(trainer).__mro__]
     kind = next((_KINDS[name] for name in names if name in _KINDS), None)
     if kind is None:
@@ -369,4 +362,7 @@ def _give(accelerator, setup):
 
 
 def _subclass(kind, cls):
+    "Return a subclass of `cls` with the methods of `kind`."
+    if issubclass(cls, kind):
+        return cls
     return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})

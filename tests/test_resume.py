@@ -321,9 +321,9 @@ REFUSED = {  # how the file is made, settings of the learner, the message
     "of learn.save": (_learn_save, {}, "learn.load reads the files of learn.save"),
     "code": (partial(_state, lambda s, p: s | {"x": Runs(str(p / "made"))}), {}, "more than data"),
     "something else": (partial(_state, lambda s, p: {}), {}, "is not of the kind"),
-    "another model": (_same, dict(model=Now), "of another model: .* differ in name or shape"),
-    "another optimizer": (_same, dict(opt="torch_adamw"), "of another optimizer"),
-    "other groups": (_same, dict(split=three_groups), "or of other groups"),
+    "another model": (_same, dict(model=Now), "of another model or optimizer: "),
+    "another optimizer": (_same, dict(opt="torch_adamw"), "number of parameters differ"),
+    "other groups": (_same, dict(split=three_groups), "optimizer: group"),
 }
 
 

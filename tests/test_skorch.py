@@ -97,7 +97,8 @@ def weights(net):
 
 def ends(net):
     """Return all that training changes."""
-    return weights(net), copy.deepcopy(net.optimizer_.state_dict()), net.grad_scaler_.state_dict()
+    opt = copy.deepcopy(net.optimizer_.state_dict()) | {"loss_scale": None}
+    return weights(net), opt, net.grad_scaler_.state_dict()
 
 
 def assert_near(net, plain):
@@ -158,7 +159,7 @@ def test_an_exception_leaves_nothing_behind(mode, call):
     before = set(vars(net.module_)), vars(net.optimizer_).get("step")
     with pytest.raises(KeyError):
         net.fit(X, y) if call == "fit" else getattr(net, call)(X)
-    assert net.module_.seen and not torch.is_autocast_enabled("cpu") and net.batch_ is None
+    assert net.module_.seen and not torch.is_autocast_enabled("cpu")
     if call != "fit":  # which makes them anew
         assert (set(vars(net.module_)), vars(net.optimizer_).get("step")) == before
     assert not torch.overrides._get_current_function_mode_stack()
@@ -304,6 +305,13 @@ def test_a_copy_continues_as_the_original(mode, how):
     assert_same(twin.forward(table()[0]), net.forward(table()[0]))
 
 
+def test_a_copy_made_inside_a_batch_scales_its_losses():
+    net = make("autocast_fp16").initialize()
+    with net._scaled():
+        twin = pickle.loads(pickle.dumps(net))
+    assert twin.partial_fit(*table()).grad_scaler_.n_steps == 8
+
+
 @every_mode
 def test_a_resumed_run_ends_in_the_same_bits(mode, tmp_path):
     def a_net(**settings):
@@ -339,17 +347,20 @@ def test_a_mode_that_is_set_keeps_weights_and_momentum(other):
     assert not weights(net)["first.weight"].equal(before["first.weight"])
 
 
-def test_a_mode_that_a_net_cannot_have_is_refused_and_not_set():
+@every_mode
+def test_a_criterion_with_parameters_is_trained_in_float32(mode):
     class Weighted(Loss):
         def __init__(self):
             super().__init__()
             self.factor = nn.Parameter(torch.ones(()))
 
-    net = make("autocast_fp16", criterion=Weighted).fit(*table())
-    with pytest.raises(MixedPrecisionError, match="criterion has parameters"):
-        net.set_params(amp_mode="master")
-    assert net.amp_mode == "autocast" and masters_of(net.module_) is None
-    assert net.partial_fit(*table()).grad_scaler_.n_skipped == 0
+        def forward(self, pred, target):
+            return super().forward(self.factor * pred, target)
+
+    mixed, plain = (make(m, criterion=Weighted).fit(*table()) for m in (mode, None))
+    factors = [net.criterion_.factor.item() for net in (mixed, plain)]
+    assert factors[0] == pytest.approx(factors[1], abs=0.01) and abs(factors[1] - 1) > 0.02
+    assert_near(mixed, plain)
 
 
 def test_a_trimmed_net_predicts():
