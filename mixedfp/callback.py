@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import diagnose
 from .cast import Policy
 from .diagnose import Overflow, PrecisionAudit, PrecisionReport
-from .diagnose.overflow import NOT_AGAIN, random_state
+from .diagnose.overflow import random_state
 from .formats import MixedPrecisionError
 from .master import norm_bias_ids
 from .nested import check_flag, check_positive, check_steps
@@ -263,8 +263,8 @@ class MixedPrecision(Callback):
     # --- the source of an inf ---
 
     def _this_batch(self):
-        batch, scaler = (self.xb, self.yb), self.mixed.scaler
-        return _Suspect(batch, self.loss_func, scaler.used, self._random_state, scaler.n_steps)
+        batch, loss_func, scaler = (self.xb, self.yb), _loss_of(self.learn), self.mixed.scaler
+        return _Suspect(batch, loss_func, scaler.used, self._random_state, scaler.n_steps)
 
     def find_overflow(
         self,
@@ -276,7 +276,7 @@ class MixedPrecision(Callback):
         """
         it = next((suspect for suspect, _ in self._skipped(waits=True)), None)
         if batch is not None:
-            it = _Suspect(batch, self.learn.loss_func, self.loss_scale, None, None)
+            it = _Suspect(batch, _loss_of(self.learn), self.loss_scale, None, None)
         elif it is None:
             raise MixedPrecisionError("no step was skipped so far: pass a batch, (x, y)")
         policy = self.mixed.policy
@@ -289,7 +289,7 @@ class MixedPrecision(Callback):
             found = self.find_overflow()
         except Exception as e:  # a model that cannot be copied, or a loss that counts its calls
             return f"The search for the first one failed: {type(e).__name__}: {e}"
-        return str(found) if found is not None else NOT_AGAIN
+        return str(found or "Not reproduced: the last batch is finite when it is run again")
 
     # --- for users ---
 
@@ -461,11 +461,12 @@ def _some_batches(learn, n):
 
 
 def _loss_of(learn):
-    "Return the Learner's loss for a tuple of targets; it uses a language model's first output."
+    "Return the Learner's loss; of a language model's outputs it takes the first."
+    own = learn.loss_func
 
-    def loss_func(pred, targets):
+    def loss_func(pred, *targets):
         is_one = isinstance(pred, tuple) and len(targets) == 1
-        return learn.loss_func(pred[0] if is_one else pred, *targets)
+        return own(pred[0] if is_one else pred, *targets)
 
     return loss_func
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INPUTS', 'WINDOW_LOSS', 'MIN_OWN_SNR', 'MAX_LOST_ENERGY', 'HEADROOM', 'Numbers', 'Errors', 'watch_calls', 'floats',
            'float_copy', 'half_copy', 'same_random_state', 'split_batch', 'ModuleNumbers', 'Settings',
-           'first_that_works', 'PrecisionReport', 'precision_report', 'policy_for', 'plot_loss_scale']
+           'PrecisionReport', 'precision_report', 'policy_for', 'plot_loss_scale']
 
 # %% ../../nbs/diagnose/01_report.ipynb #c08a7d4b
 import copy
@@ -194,6 +194,8 @@ def float_copy(model: nn.Module) -> nn.Module:
         map_tensors(look, [list(vars(m).values()), m._parameters, m._buffers])
     twin = model2float(copy.deepcopy(model, memo))
     twin.zero_grad()
+    if hasattr(twin, "reset"):  # in fastai models: clears the state of the last batch
+        twin.reset()  # pyright: ignore
     return twin
 
 
@@ -220,7 +222,7 @@ def same_random_state(device: torch.device) -> Iterator[None]:
 
 
 def split_batch(
-    batch: Any,  # `(x, ..., y)`, `((x, ...), y)`, `(dict, y)`, or a dict of keyword arguments
+    batch: Any,  # `(x, ..., y)`, `((x, ...), (y, ...))`, `(dict, y)`, or keyword arguments
 ) -> tuple[tuple, dict, tuple]:  # arguments of the model, its keyword arguments, the targets
     "Split a batch into arguments for the model and for the loss. Raises: TypeError."
     if isinstance(batch, Mapping):
@@ -232,9 +234,10 @@ def split_batch(
             "loss_func=lambda out: out.loss"
         )
     *x, y = batch
+    targets = tuple(y) if type(y) in (tuple, list) else (y,)
     if len(x) == 1 and isinstance(x[0], Mapping):
-        return (), dict(x[0]), (y,)
-    return tuple(x[0] if len(x) == 1 and type(x[0]) in (tuple, list) else x), {}, (y,)
+        return (), dict(x[0]), targets
+    return tuple(x[0] if len(x) == 1 and type(x[0]) in (tuple, list) else x), {}, targets
 
 
 class _Twins:
@@ -247,8 +250,6 @@ class _Twins:
         for m in self.full.modules():
             if "Dropout" in type(m).__name__:  # a mask is not a 16-bit error
                 m.eval()
-        if hasattr(self.full, "reset"):  # in fastai models: clears the state of the last batch
-            self.full.reset()  # pyright: ignore
         self.rows = {name: ModuleNumbers(name, m) for name, m in self.full.named_modules()}
         self.rows[INPUTS] = ModuleNumbers(INPUTS)
         self.order = {}  # the rows of the report
@@ -427,6 +428,10 @@ class Settings:
         scale = self.loss_scale if loss_scale is None else loss_scale
         return replace(self, loss_scale=scale, policy=replace(self.policy, **policy))
 
+    def in_bfloat16(self) -> "Settings":
+        "Return these settings for bfloat16, in which nothing else is needed."
+        return Settings(replace(self.policy, dtype=torch.bfloat16))
+
     def line(self, before: "Settings") -> str:
         "Return the call that sets them; the loss scale only if it differs from that of `before`."
         is_half, given = self.policy.dtype == torch.float16, {}
@@ -435,19 +440,6 @@ class Settings:
         given |= dict(keep_fp32=self.policy.keep_fp32, layer_scales=self.layer_scales)
         arguments = ", ".join(f"{k}={_as_code(v)}" for k, v in given.items() if v)
         return f"{'to_fp16' if is_half else 'to_bf16'}({arguments})"
-
-
-def first_that_works(
-    tried: Any,  # a trial: it has `settings`, `is_fine` and `proposal()`, of settings or None
-    examine: Callable[[Settings], Any],  # makes the next trial
-) -> Settings | None:
-    "Return the first settings that are fine: those tried, what each trial proposes, bfloat16."
-    first = tried.settings
-    while not tried.is_fine and (proposal := tried.proposal()) is not None:
-        tried = examine(proposal)
-    if not tried.is_fine and first.policy.dtype == torch.float16:
-        tried = examine(Settings(replace(first.policy, dtype=torch.bfloat16)))
-    return tried.settings if tried.is_fine else None
 
 
 class PrecisionReport:
@@ -545,7 +537,7 @@ def _as_code(value: Any) -> str:
 def precision_report(
     model: nn.Module,  # in 32 bits, or in 16 with or without masters; not changed
     batches: Iterable,  # each `(x, ..., y)`, `((x, ...), y)`, or a dict of keyword arguments
-    loss_func: Callable,  # takes the output and y; only the output if batches are dicts
+    loss_func: Callable,  # takes the output and the targets; only the output if batches are dicts
     dtype: torch.dtype | str | None = None,  # default: that of a 16-bit model, else float16
     loss_scale: float | None = None,  # default: 512 for float16 as in `to_fp16`, else 1
     *,
@@ -575,8 +567,12 @@ def precision_report(
     def examine(settings):
         return _Twins(model, settings, training).report(batches, loss_func)
 
-    report = examine(settings)
-    report.fix = first_that_works(report, examine)
+    report = trial = examine(settings)
+    while not trial.is_fine and (proposal := trial.proposal()) is not None:
+        trial = examine(proposal)
+    if not trial.is_fine and policy.dtype == torch.float16:
+        trial = examine(settings.in_bfloat16())
+    report.fix = trial.settings if trial.is_fine else None
     return report
 
 
