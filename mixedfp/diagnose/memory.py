@@ -58,20 +58,14 @@ def on_meta(
         return make().to("meta")
 
 
-def _faked(model):
-    "Replace the tensors of `model` with fake CPU tensors, for autocast; call inside a fake mode."
-    new: dict[int, Any] = {}
+def _copy_on(model, device):
+    "Return a copy of `model` whose tensors have no values; tied weights remain tied."
 
-    def fake(t):
-        if id(t) not in new:
-            empty = torch.empty(t.shape, dtype=t.dtype, device="cpu")
-            new[id(t)] = t, Parameter(empty, t.requires_grad) if isinstance(t, Parameter) else empty
-        return new[id(t)][1]
+    def empty(t):
+        new = torch.empty(t.shape, dtype=t.dtype, device=device)
+        return Parameter(new, t.requires_grad) if isinstance(t, Parameter) else new
 
-    for m in model.modules():
-        for tensors in (m._parameters, m._buffers):
-            tensors.update({k: fake(t) for k, t in tensors.items() if t is not None})
-    return model
+    return copy.deepcopy(model, {id(t): empty(t) for t in (*model.parameters(), *model.buffers())})
 
 # %% ../../nbs/diagnose/04_memory.ipynb #eacc790a
 def activation_bytes(
@@ -89,9 +83,8 @@ def activation_bytes(
         kept.setdefault(t.untyped_storage()._cdata, t)
         return t
 
-    model = copy.deepcopy(model).train()
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as at_end:
-        twin = _faked(model)
+        twin = _copy_on(model, "cpu").train()  # autocast has no lists of operations for "meta"
         inputs = map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), batch)
         own = {t.untyped_storage()._cdata for t in (*twin.parameters(), *twin.buffers())}
         map_tensors(lambda t: own.add(t.untyped_storage()._cdata) or t, inputs)
@@ -180,7 +173,7 @@ def memory_of(
     """
     if optimizer not in N_STATES:
         raise ValueError(f"`optimizer` is {optimizer!r}: expected one of {', '.join(N_STATES)}")
-    model, batch = copy.deepcopy(model).to("meta"), (batch,) if isinstance(batch, Tensor) else batch
+    model, batch = _copy_on(model, "meta"), (batch,) if isinstance(batch, Tensor) else batch
     n = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     passes = {mode: activation_bytes(model, batch, mode) for mode in list(MODES)[:3]}

@@ -49,6 +49,10 @@ class Numbers:
         self.counts = self.counts + counts[1:_MASK].cpu()
         self.largest = max(self.largest, torch.where(size < _LIMIT, size, 0).amax().item())
 
+    def __len__(self) -> int:
+        """Return how many were counted."""
+        return int(self.counts.sum())
+
     def headroom(self, scale: float = 1.0) -> float:
         "Return the powers of two between the largest and the format's maximum; < 0: overflow."
         if not self.largest:
@@ -244,7 +248,7 @@ class _Twins:
     "A model's copies in float32 and in 16 bits, and the results of their passes."
 
     def __init__(self, model, settings, training):
-        self.settings, self.scale, self.full = settings, settings.loss_scale, float_copy(model)
+        self.settings, self.full = settings, float_copy(model)
         if training is not None:
             self.full.train(training)
         for m in self.full.modules():
@@ -258,29 +262,27 @@ class _Twins:
     def measure(self, half, batch, loss_func):
         "Run the passes on a batch and compare them."
         truth = self._run(self.full, batch, loss_func)
-        noisy = self._run(half, batch, loss_func)
         alone = self._run(half, batch, loss_func, truth)  # each module in isolation
+        noisy = self._run(half, batch, loss_func)
         for true, total, own in zip(truth, noisy, alone, strict=False):
             if total.is_same_call(true) and own.is_same_call(true):
                 self._compare(true, total, own)
         copied = set(forward_of(half).copies.params)  # pyright: ignore
         for (key, p), q in zip(self.full.named_parameters(), half.parameters(), strict=True):
             if p.grad is not None:
-                p.grad = p.grad.to_dense()
                 dtype = self.settings.policy.dtype if q in copied else torch.float32
-                self._owner(key).add_grad("weights", dtype, p.grad, q.grad, self.scale)
-        self.full.zero_grad()
-        half.zero_grad()
+                self._owner(key).add_grad("weights", dtype, p.grad, q.grad, self.settings)
 
     def _run(self, model, batch, loss_func, truth=()):
         "Run a forward pass, and a backward pass unless `truth` is given."
         (args, kwargs, targets), recorder = split_batch(batch), _Recorder(truth)
+        model.zero_grad()
         with same_random_state(next(model.parameters()).device):
             with watch_calls(model, recorder.before, recorder.after):
                 out = model(*args, **kwargs)
             if not truth:
                 loss = loss_func(out, *targets)
-                (loss * (1.0 if model is self.full else self.scale)).backward()
+                (loss * (1.0 if model is self.full else self.settings.loss_scale)).backward()
                 self.losses[model is self.full].append(loss.item())
         return recorder.events
 
@@ -302,7 +304,7 @@ class _Twins:
                 if maker.name == INPUTS and t.ndim == 2:
                     maker.columns |= set(is_beyond.any(0).nonzero().flatten().tolist())
         for k, g in true.grads.items():
-            row.add_grad("inputs", own.tensors[k].dtype, g, total.grads.get(k), self.scale)
+            row.add_grad("inputs", own.tensors[k].dtype, g, total.grads.get(k), self.settings)
 
     def _owner(self, key):
         "Return the row of a parameter; some weights are used by an enclosing module."
@@ -338,57 +340,38 @@ class ModuleNumbers:
         self.overflows = self.is_fed_inf = False
         self.columns: Any = set()  # columns of the batch that are out of range
 
-    def add_grad(self, what, dtype, g, scaled, scale):
+    def add_grad(self, what, dtype, g, scaled, settings):
         "Add true gradients of inputs or weights, and those of the 16-bit pass, in `dtype`."
-        self.grads.setdefault((what, dtype), Numbers(dtype)).add(g)
+        self.grads.setdefault((what, dtype), Numbers(dtype)).add(g.to_dense())
         if scaled is not None:
-            self.errors[what].add(g, scaled.to_dense().float() / scale)
+            self.errors[what].add(g.to_dense(), scaled.to_dense().float() / settings.loss_scale)
 
-    def finish(self, settings):
-        "Compute the verdict from the recorded numbers."
+    def finish(self, settings: "Settings") -> None:
+        "Compute the verdict and the row of the table from the recorded numbers."
         names = "total", "own", "inherited", "weights" if self.n_params else "inputs"
         snrs = (self.errors[name].decibels() for name in names)
         self.snr, self.own, self.inherited, self.grad_snr = snrs
-        self.columns = sorted(self.columns)
+        self.columns, grads = sorted(self.columns), [n for n in self.grads.values() if n.largest]
         scales = settings.layer_scales
-        self.layer_scale = scales.get(_around(self.name, scales), 1.0)
-        shift, grads = math.log2(self.layer_scale), self.grads.values()
+        own_scale = scales.get(_around(self.name, scales), 1.0)
+        scale, shift = settings.loss_scale * own_scale, math.log2(own_scale)
         # exponents of loss scales, before the layer's own scale: the lowest that preserves the
         # gradients' squares; the lowest and the highest that lose hardly any numbers
         squares = (n.least_scale(MAX_LOST_ENERGY, 2) for n in grads)
         self.least_scale = max(squares, default=-math.inf) - shift
-        low = max((n.least_scale(WINDOW_LOSS, 0) for n in grads), default=-math.inf)
-        high = min((math.floor(n.headroom()) for n in grads if n.largest), default=math.inf)
-        self.window = low - shift, high - shift
-        self.verdict = self._judge(settings)
-
-    def _judge(self, settings):
-        scale = math.log2(settings.loss_scale)
-        if self.overflows:
-            return "input out of range" if self.name == INPUTS else "out of range"
-        if self.own < MIN_OWN_SNR and not self.is_fed_inf:
-            return "keep in fp32"
-        if self.window[1] < scale:
-            return "scale down"
-        if self.least_scale > scale:
-            return "scale up"
-        return "ok"
-
-    def as_row(self, settings) -> dict[str, Any]:
-        "Return the columns of the table."
-        scale = settings.loss_scale * self.layer_scale
-        grads = [n for n in self.grads.values() if n.largest]
-        n_flushed = sum(n.n_flushed(scale) for n in grads)
-        n_grads, n_out = sum(int(n.counts.sum()) for n in grads), int(self.out.counts.sum())
-        low, high = self.window
-        return {
+        low = max((n.least_scale(WINDOW_LOSS, 0) for n in grads), default=-math.inf) - shift
+        high = min((math.floor(n.headroom()) for n in grads), default=math.inf) - shift
+        self.window = low, high
+        self.verdict = self._judge(math.log2(settings.loss_scale))
+        n_flushed, n_grads = sum(n.n_flushed(scale) for n in grads), sum(map(len, grads))
+        self.row: dict[str, Any] = {
             "module": self.name or "(model)",
             "type": self.kind,
             "dtype": str(self.out.dtype).removeprefix("torch."),
             "params": self.n_params,
             "largest |x|": self.out.largest,
             "headroom (2^)": self.out.headroom(),
-            "flushed %": 100 * self.out.n_flushed() / max(1, n_out),
+            "flushed %": 100 * self.out.n_flushed() / max(1, len(self.out)),
             "grad headroom (2^)": min((n.headroom(scale) for n in grads), default=math.nan),
             "grad flushed %": 100 * n_flushed / n_grads if n_grads else math.nan,
             "scale window": f"[2^{low:.0f}, 2^{high:.0f}]" if math.isfinite(low + high) else "",
@@ -398,6 +381,15 @@ class ModuleNumbers:
             "grad SNR (dB)": self.grad_snr,
             "verdict": self.verdict + (f": column(s) {self.columns}" if self.columns else ""),
         }
+
+    def _judge(self, scale):
+        if self.overflows:
+            return "input out of range" if self.name == INPUTS else "out of range"
+        if self.own < MIN_OWN_SNR and not self.is_fed_inf:
+            return "keep in fp32"
+        if self.window[1] < scale:
+            return "scale down"
+        return "scale up" if self.least_scale > scale else "ok"
 
 
 def _around(name, names):
@@ -491,7 +483,7 @@ class PrecisionReport:
         "A pandas table with a row per module, in execution order."
         import pandas as pd
 
-        table = pd.DataFrame([m.as_row(self.settings) for m in self.modules]).set_index("module")
+        table = pd.DataFrame([m.row for m in self.modules]).set_index("module")
         return table.dropna(axis=1, how="all")
 
     def headline(self) -> str:
@@ -514,7 +506,7 @@ class PrecisionReport:
         """
         if what not in ("activations", "gradients"):
             raise ValueError(f"`what` is {what!r}: expected activations or gradients")
-        return _plot_exponents(self, what, ax)
+        return _plot_exponents(self, what == "gradients", ax)
 
     def __repr__(self) -> str:
         """Return the headline and the table."""
@@ -593,46 +585,32 @@ _BLUE, _RED, _GREY = "#0072B2", "#D55E00", "#999999"
 
 
 def _axes(n_rows, ax):
-    if ax is not None:
-        return ax
     import matplotlib.pyplot as plt
 
-    return plt.figure(figsize=(7.0, 1.7 + 0.19 * n_rows), layout="constrained").subplots()
+    size = 7.0, 1.7 + 0.19 * n_rows
+    return ax or plt.figure(figsize=size, layout="constrained").subplots()
 
 
-def _plot_exponents(report, kind, ax):
-    from matplotlib.colors import LogNorm
-
-    f, modules, counts = NumberFormat.of(report.settings.policy.dtype), [], []
-    shift = math.log2(report.settings.loss_scale) if kind == "gradients" else 0
-    limits = [math.log2(v) - shift for v in (f.smallest_subnormal, f.smallest_normal, f.max)]
-    for m in report.modules:
-        numbers = m.grads.values() if kind == "gradients" else [m.out]
-        if any(n.largest for n in numbers):
-            modules.append(m)
-            counts.append(sum(n.counts for n in numbers))
-    shares = torch.stack(counts) / torch.stack(counts).sum(1, keepdim=True)
+def _plot_exponents(report, is_grad, ax):
+    f, scale = NumberFormat.of(report.settings.policy.dtype), report.settings.loss_scale
+    named = {m.name or "(model)": m.grads.values() if is_grad else [m.out] for m in report.modules}
+    rows = {k: sum(n.counts for n in ns) for k, ns in named.items() if any(n.largest for n in ns)}
+    shares = torch.stack([n / n.sum() for n in rows.values()])
+    ax = _axes(len(rows), ax)
+    extent = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
+    style: dict[str, Any] = dict(aspect="auto", interpolation="nearest", norm="log")
+    image = ax.imshow(shares.numpy(), extent=extent, vmin=1e-5, vmax=1.0, **style)
+    ax.figure.colorbar(image, ax=ax, pad=0.01, label="share of the module's numbers")
+    limits = f.smallest_subnormal, f.max, f.smallest_normal
+    low, high, normal = (math.log2(x / scale if is_grad else x) for x in limits)
+    label = f"{f.name}'s range" + " ÷ loss scale" * is_grad
+    ax.axvspan(low, high, color=_GREY, alpha=0.18, lw=0, zorder=0, label=label)
+    ax.axvline(normal, color=_RED, ls="--", lw=1.2, label="smallest normal number")
     present = _EXPONENTS[shares.any(0)]
-    low = math.floor(min(present[0].item(), max(limits[0], -40))) - 1
-    high = math.ceil(max(present[-1].item(), min(limits[2], 20))) + 2
-    ax = _axes(len(modules), ax)
-    extent = 1 - _BIAS, _MASK - _BIAS, len(modules) - 0.5, -0.5
-    style: dict[str, Any] = dict(aspect="auto", interpolation="nearest", norm=LogNorm(1e-5, 1))
-    image = ax.imshow(shares.numpy(), extent=extent, **style)
-    bar = ax.figure.colorbar(image, ax=ax, pad=0.01, fraction=0.05)
-    bar.set_label("share of the module's numbers", fontsize=7)
-    names = "smallest subnormal", "smallest normal", f"largest {f.name}"
-    for x, name, ls in zip(limits, names, (":", "--", "-"), strict=True):
-        if low <= x <= high:
-            ax.axvline(x, color=_RED, ls=ls, lw=1.2, label=name + " ÷ loss scale" * bool(shift))
-    ax.axvspan(limits[0], limits[2], color=_GREY, alpha=0.18, lw=0, zorder=0)
-    ax.set_xlim(low, high)
-    xlabel = f"exponent of {kind} in float32: numbers from $2^x$ to $2^{{x+1}}$"
-    names = [m.name or "(model)" for m in modules]  # from top to bottom
-    short = [n if len(n) < 30 else "…" + n[-28:] for n in names]
-    ax.set_yticks(range(len(names)), short, fontsize=7)
-    ax.set(ylim=(len(modules) - 0.4, -0.6), xlabel=xlabel)
-    ax.legend(ncols=3, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    ax.set_xlim(min(present[0].item(), -40) - 1, max(present[-1].item(), 20) + 2)
+    ax.set_yticks(range(len(rows)), [k if len(k) < 30 else "…" + k[-28:] for k in rows], fontsize=7)
+    ax.set_xlabel("exponent in float32: numbers from $2^x$ to $2^{x+1}$")
+    ax.legend(ncols=2, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return ax
 
 
