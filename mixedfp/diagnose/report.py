@@ -262,8 +262,8 @@ class _Twins:
     def measure(self, half, batch, loss_func):
         "Run the passes on a batch and compare them."
         truth = self._run(self.full, batch, loss_func)
-        alone = self._run(half, batch, loss_func, truth)  # each module in isolation
         noisy = self._run(half, batch, loss_func)
+        alone = self._run(half, batch, loss_func, truth)  # each module in isolation
         for true, total, own in zip(truth, noisy, alone, strict=False):
             if total.is_same_call(true) and own.is_same_call(true):
                 self._compare(true, total, own)
@@ -276,11 +276,11 @@ class _Twins:
     def _run(self, model, batch, loss_func, truth=()):
         "Run a forward pass, and a backward pass unless `truth` is given."
         (args, kwargs, targets), recorder = split_batch(batch), _Recorder(truth)
-        model.zero_grad()
         with same_random_state(next(model.parameters()).device):
             with watch_calls(model, recorder.before, recorder.after):
                 out = model(*args, **kwargs)
             if not truth:
+                model.zero_grad()
                 loss = loss_func(out, *targets)
                 (loss * (1.0 if model is self.full else self.settings.loss_scale)).backward()
                 self.losses[model is self.full].append(loss.item())
@@ -420,16 +420,12 @@ class Settings:
         scale = self.loss_scale if loss_scale is None else loss_scale
         return replace(self, loss_scale=scale, policy=replace(self.policy, **policy))
 
-    def in_bfloat16(self) -> "Settings":
-        "Return these settings for bfloat16, in which nothing else is needed."
-        return Settings(replace(self.policy, dtype=torch.bfloat16))
-
     def line(self, before: "Settings") -> str:
         "Return the call that sets them; the loss scale only if it differs from that of `before`."
-        is_half, given = self.policy.dtype == torch.float16, {}
+        is_half = self.policy.dtype == torch.float16
+        given = dict(keep_fp32=self.policy.keep_fp32, layer_scales=self.layer_scales)
         if is_half and self.loss_scale != before.loss_scale:
-            given["loss_scale"] = self.loss_scale
-        given |= dict(keep_fp32=self.policy.keep_fp32, layer_scales=self.layer_scales)
+            given = dict(loss_scale=self.loss_scale, **given)
         arguments = ", ".join(f"{k}={_as_code(v)}" for k, v in given.items() if v)
         return f"{'to_fp16' if is_half else 'to_bf16'}({arguments})"
 
@@ -506,15 +502,31 @@ class PrecisionReport:
         """
         if what not in ("activations", "gradients"):
             raise ValueError(f"`what` is {what!r}: expected activations or gradients")
-        return _plot_exponents(self, what == "gradients", ax)
+        is_grad, f = what == "gradients", NumberFormat.of(self.settings.policy.dtype)
+        kept = {m.name: m.grads.values() if is_grad else [m.out] for m in self.modules}
+        rows = {k: sum(n.counts for n in ns) for k, ns in kept.items() if any(map(len, ns))}
+        shares = torch.stack([n / n.sum() for n in rows.values()])
+        ax = _axes(len(rows), ax)
+        extent = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
+        style: Any = dict(aspect="auto", interpolation="nearest", norm="log", vmin=1e-5, vmax=1)
+        image = ax.imshow(shares.numpy(), extent=extent, **style)
+        ax.figure.colorbar(image, ax=ax, pad=0.01, label="share of the module's numbers")
+        limits = torch.tensor([f.smallest_subnormal, f.max, f.smallest_normal], dtype=torch.float64)
+        low, high, normal = (limits / self.settings.loss_scale**is_grad).log2()
+        label = f"{f.name}'s range" + " ÷ loss scale" * is_grad
+        ax.axvspan(low, high, color="0.9", lw=0, zorder=0, label=label)
+        ax.axvline(normal, color=_RED, ls="--", lw=1.2, label="smallest normal number")
+        present = _EXPONENTS[shares.any(0)]
+        ax.set_xlim(min(present[0], -40) - 1, max(present[-1], 20) + 2)
+        names = [k if len(k) < 30 else f"…{k[-28:]}" for k in rows]
+        ax.set_yticks(range(len(rows)), [k or "(model)" for k in names], fontsize=7)
+        ax.set_xlabel("exponent in float32: numbers from $2^x$ to $2^{x+1}$")
+        ax.legend(ncols=2, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
+        return ax
 
     def __repr__(self) -> str:
         """Return the headline and the table."""
         return f"{self.headline()}\n{self.table.round(2).to_string()}"
-
-    def _repr_html_(self) -> str:
-        head = self.headline().replace("<", "&lt;").replace("\n", "<br>")
-        return f"<p>{head}</p>{self.table.round(2).to_html()}"
 
 
 def _as_code(value: Any) -> str:
@@ -563,25 +575,22 @@ def precision_report(
     while not trial.is_fine and (proposal := trial.proposal()) is not None:
         trial = examine(proposal)
     if not trial.is_fine and policy.dtype == torch.float16:
-        trial = examine(settings.in_bfloat16())
+        trial = examine(settings.changed(1.0, dtype=torch.bfloat16))
     report.fix = trial.settings if trial.is_fine else None
     return report
 
 
 def policy_for(model: nn.Module, dtype: Any, keep_fp32: Any, native: bool | None) -> Policy:
     "Return settings with None replaced by the model's; the dtype by float16 if it has no 16 bits."
-    found = (masters_of(m) for m in model.modules())
-    known = next((m.policy for m in found if m is not None and m.policy.dtype.itemsize == 2), None)
-    if known is None:
-        kinds = [p.dtype for p in model.parameters() if is_castable(p) and p.itemsize == 2]
-        known = Policy(max(set(kinds), key=kinds.count) if kinds else torch.float16)
+    found = [m.policy for m in map(masters_of, model.modules()) if m is not None]
+    found += [Policy(p.dtype) for p in model.parameters() if is_castable(p)]
+    known = next((p for p in found if p.dtype.itemsize == 2), Policy(torch.float16))
     given = dict(dtype=dtype, keep_fp32=keep_fp32, native=native)
     given = {k: v for k, v in given.items() if v is not None}
     return replace(known, half_grads=False, state_dtype=None, **given)
 
 # %% ../../nbs/diagnose/01_report.ipynb #1e3bee69
-# colors by Okabe and Ito, https://jfly.uni-koeln.de/color
-_BLUE, _RED, _GREY = "#0072B2", "#D55E00", "#999999"
+_BLUE, _RED = "#0072B2", "#D55E00"  # by Okabe and Ito, https://jfly.uni-koeln.de/color
 
 
 def _axes(n_rows, ax):
@@ -589,29 +598,6 @@ def _axes(n_rows, ax):
 
     size = 7.0, 1.7 + 0.19 * n_rows
     return ax or plt.figure(figsize=size, layout="constrained").subplots()
-
-
-def _plot_exponents(report, is_grad, ax):
-    f, scale = NumberFormat.of(report.settings.policy.dtype), report.settings.loss_scale
-    named = {m.name or "(model)": m.grads.values() if is_grad else [m.out] for m in report.modules}
-    rows = {k: sum(n.counts for n in ns) for k, ns in named.items() if any(n.largest for n in ns)}
-    shares = torch.stack([n / n.sum() for n in rows.values()])
-    ax = _axes(len(rows), ax)
-    extent = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
-    style: dict[str, Any] = dict(aspect="auto", interpolation="nearest", norm="log")
-    image = ax.imshow(shares.numpy(), extent=extent, vmin=1e-5, vmax=1.0, **style)
-    ax.figure.colorbar(image, ax=ax, pad=0.01, label="share of the module's numbers")
-    limits = f.smallest_subnormal, f.max, f.smallest_normal
-    low, high, normal = (math.log2(x / scale if is_grad else x) for x in limits)
-    label = f"{f.name}'s range" + " ÷ loss scale" * is_grad
-    ax.axvspan(low, high, color=_GREY, alpha=0.18, lw=0, zorder=0, label=label)
-    ax.axvline(normal, color=_RED, ls="--", lw=1.2, label="smallest normal number")
-    present = _EXPONENTS[shares.any(0)]
-    ax.set_xlim(min(present[0].item(), -40) - 1, max(present[-1].item(), 20) + 2)
-    ax.set_yticks(range(len(rows)), [k if len(k) < 30 else "…" + k[-28:] for k in rows], fontsize=7)
-    ax.set_xlabel("exponent in float32: numbers from $2^x$ to $2^{x+1}$")
-    ax.legend(ncols=2, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return ax
 
 
 def plot_loss_scale(
