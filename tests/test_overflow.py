@@ -118,6 +118,11 @@ def test_a_healthy_model_has_none(kind):
     assert find_overflow(new(kind), batch(), loss_func, scale=512.0) is None
 
 
+def test_sparse_gradients_are_no_error():
+    model = nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    assert find_overflow(model, (torch.ones(2, 2).long(), torch.arange(2)), F.cross_entropy) is None
+
+
 @pytest.mark.parametrize("fault", ["value", "constant", "zero", "inf - inf", "backward"])
 @pytest.mark.parametrize("slot", ["first", "middle", "last"])
 @MODELS

@@ -174,8 +174,7 @@ def _judge_weights(audit, names, core):
     dtype, n_bare = _name(bare[0][1].dtype), sum(p.numel() for _, p in bare)
     n_all, n, lost = sum(p.numel() for p in names), counts["updated"], counts["lost"]
     share = f": {100 * lost / n:.0f} % of the updates {basis} are lost" if n else ""
-    which = "the model's" if n_bare == n_all else f"{n_bare:,} of {n_all:,}"
-    audit.add(f"{kind} steps {which} {dtype} weights{share}", _fix(core, bare, n_bare / n_all))
+    audit.add(f"{kind} steps {n_bare:,} {dtype} weights{share}", _fix(core, bare, n_bare / n_all))
 
 
 def _fix(core, bare, share):

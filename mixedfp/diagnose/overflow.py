@@ -132,7 +132,7 @@ _HANDED_ON = frozenset("_to_copy view _unsafe_view t transpose expand detach clo
 
 
 def _is_bad(t, is_strict):
-    t = t.detach()
+    t = t.detach().to_dense()
     return bool((~t.isfinite() if is_strict else t.isnan() | t.isposinf()).any())
 
 
@@ -255,19 +255,15 @@ def find_overflow(
         phase, cause = "input", f"input columns {columns} are beyond {limit:g}"
     elif phase == "forward":
         cause = _weight_beyond(full, name, policy) or cause
-
-    def is_fine(settings):
-        return not search(settings)[0]
-
     fix = None
-    if is_fine(settings.changed(1.0, dtype=torch.float32, keep_fp32=())):
-        fix = next(filter(is_fine, _proposals(full, name, settings, phase == "backward")), None)
+    if not search(settings.changed(1.0, dtype=torch.float32, keep_fp32=()))[0]:
+        proposals = _proposals(full, name, settings, phase == "backward")
+        fix = next((s for s in proposals if not search(s)[0]), None)
         if fix is not None and fix.policy == policy:
             cause += f"; only the scaled gradient overflows (scale {scale:g})"
     else:
         cause += "; in float32 as well: no precision helps"
-    kinds = {key: type(m).__name__ for key, m in full.named_modules()}
+    kind = type(dict(full.named_modules()).get(name, loss_func)).__name__
     operation, line = found.get("operation", ""), found.get("line", "")
     line_of_fix = "" if fix is None else fix.line(settings)
-    kind = kinds.get(name, "function")
     return Overflow(phase, name, kind, cause, operation, line, line_of_fix, step)

@@ -142,19 +142,18 @@ class _Recorder:
     "Records a pass as events; modules receive the tensors of `truth`, if that pass is given."
 
     def __init__(self, truth=()):
-        self.events, self.truth, self.running, self.last = [], iter(truth), [], None
+        self.events, self.truth, self.running = [], iter(truth), []
         self.made = {}  # by address: the version that a module returned
         self.copies = {}  # by identity and version: the tensor, kept alive, and its copy
 
     def before(self, name, _, args, kwargs):
         event = _Event(name, self.running[-1] if self.running else INPUTS)
         self.running.append(name)
-        self.last = name
         return self._record(event, (args, kwargs))
 
-    def after(self, name, _, args, out):
+    def after(self, name, module, args, out):
         self.running.pop()
-        is_leaf, self.last = self.last == name, None
+        is_leaf = next(module.children(), None) is None
         return self._record(_Event(name, name, True), out, is_leaf)
 
     def _record(self, event, o, is_leaf=False):
