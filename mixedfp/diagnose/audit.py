@@ -167,10 +167,11 @@ def _judge_weights(audit, names, core):
     fresh = dict(vars(shadow.twin))
     for group, p in bare:
         vars(shadow.twin).update(fresh)  # undoes what the last step changed
-        before, update, basis = _update(shadow, group, p, core.state.get(p) or {})
+        before, update, step = _update(shadow, group, p, core.state.get(p) or {})
         found = dict(updated=int((update != 0).sum()), lost=int(is_lost(before, update).sum()))
         audit.entries.append(Entry(names.get(p, _COPIES), **found))
         counts.update(found)
+        basis = step if found["updated"] else basis
     dtype, n_bare = _name(bare[0][1].dtype), sum(p.numel() for _, p in bare)
     n_all, n, lost = sum(p.numel() for p in names), counts["updated"], counts["lost"]
     share = f": {100 * lost / n:.0f} % of the updates {basis} are lost" if n else ""
@@ -199,7 +200,9 @@ def _update(shadow, group, p, state):
     hypers, grad, basis = shadow.hypers[group], p.grad, "of the next step"
     if grad is None:
         grad, basis = torch.zeros_like(p), "of a step by the momentum alone"
-        if not state and not {"betas", "sqr_mom"}.isdisjoint(hypers):
+        if not any(isinstance(v, Tensor) and v.dim() for v in state.values()):
+            if {"betas", "sqr_mom"}.isdisjoint(hypers):
+                return _local(p), torch.zeros_like(_local(p)), ""
             grad += 1  # an Adam's first step moves each weight by the learning rate
             basis = f"of the first step, each {hypers['lr']:g},"
     own = {k: map_tensors(lambda t: to_float(_local(t)).clone(), v) for k, v in state.items()}

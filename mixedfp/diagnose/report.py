@@ -80,12 +80,11 @@ class Errors:
     def __init__(self):
         self.signal = self.noise = 0.0  # sums of squares
 
-    def add(self, truth: Tensor, now: Tensor, expected: Tensor | None = None) -> None:
-        "Add the error of `now` against `expected`, by default `truth`, without masks. Sync: two."
+    def add(self, truth: Tensor, now: Tensor) -> None:
+        "Add the error of `now` where `truth` is finite and no mask. Sync: two."
         truth, now = truth.float(), now.float()
-        expected = truth if expected is None else expected.float()
         is_number = truth.abs() < _LIMIT
-        noise = torch.where(is_number & (now != expected), now - expected, 0)
+        noise = torch.where(is_number, now - truth, 0)
         self.noise += torch.linalg.vector_norm(noise).item() ** 2
         self.signal += torch.linalg.vector_norm(torch.where(is_number, truth, 0)).item() ** 2
 
@@ -299,7 +298,7 @@ class _Twins:
                 maker.overflows |= bool(is_beyond.any())
                 maker.errors["total"].add(t, total.tensors[k])
                 maker.errors["own"].add(t, own.tensors[k])
-                maker.errors["inherited"].add(t, total.tensors[k], own.tensors[k])
+                maker.errors["inherited"].add(own.tensors[k], total.tensors[k])
                 if maker.name == INPUTS and t.ndim == 2:
                     maker.columns |= set(is_beyond.any(0).nonzero().flatten().tolist())
         for k, g in true.grads.items():
@@ -517,8 +516,7 @@ class PrecisionReport:
         ax.axvline(normal, color=_RED, ls="--", lw=1.2, label="smallest normal number")
         present = _EXPONENTS[shares.any(0)]
         ax.set_xlim(min(present[0], -40) - 1, max(present[-1], 20) + 2)
-        names = [k if len(k) < 30 else f"…{k[-28:]}" for k in rows]
-        ax.set_yticks(range(len(rows)), [k or "(model)" for k in names], fontsize=7)
+        ax.set_yticks(range(len(rows)), [k[-30:] or "(model)" for k in rows], fontsize=7)
         ax.set_xlabel("exponent in float32: numbers from $2^x$ to $2^{x+1}$")
         ax.legend(ncols=2, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
         return ax
