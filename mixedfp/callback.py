@@ -48,6 +48,17 @@ class _Suspect(NamedTuple):
     step: int | None
 
 
+def _loss_of(learn):
+    "Return the Learner's loss; of a language model's outputs it takes the first."
+    own = learn.loss_func
+
+    def loss_func(pred, *targets):
+        is_one = isinstance(pred, tuple) and len(targets) == 1
+        return own(pred[0] if is_one else pred, *targets)
+
+    return loss_func
+
+
 class _SetLearn:
     "Sets a callback's `learn`; without `__get__` it is read like any other attribute."
 
@@ -453,17 +464,6 @@ def _some_batches(learn, n):
         batches = list(islice(iter(dl), n))
     n_inp = [getattr(learn.dls, "n_inp", max(1, len(b) - 1)) for b in batches]
     return [(tuple(b[:i]), tuple(b[i:])) for b, i in zip(batches, n_inp, strict=True)]
-
-
-def _loss_of(learn):
-    "Return the Learner's loss; of a language model's outputs it takes the first."
-    own = learn.loss_func
-
-    def loss_func(pred, *targets):
-        is_one = isinstance(pred, tuple) and len(targets) == 1
-        return own(pred[0] if is_one else pred, *targets)
-
-    return loss_func
 
 
 @patch
