@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from . import diagnose
 from .cast import Policy
 from .diagnose import Overflow, PrecisionAudit, PrecisionReport
-from .diagnose.overflow import NOT_AGAIN, random_state
 from .formats import MixedPrecisionError
 from .master import norm_bias_ids
 from .nested import check_flag, check_positive, check_steps
@@ -46,8 +45,18 @@ class _Suspect(NamedTuple):
     batch: tuple
     loss_func: Any
     scale: Any  # (), the factor of the loss
-    rng: Any  # before the batch; None if unknown
     step: int | None
+
+
+def _loss_of(learn):
+    "Return the Learner's loss; of a language model's outputs it takes the first."
+    own = learn.loss_func
+
+    def loss_func(pred, *targets):
+        is_one = isinstance(pred, tuple) and len(targets) == 1
+        return own(pred[0] if is_one else pred, *targets)
+
+    return loss_func
 
 
 class _SetLearn:
@@ -106,7 +115,6 @@ class MixedPrecision(Callback):
         self.mixed = MixedStep(policy, scaler, layer_scales)
         self._last_loss: Any = None  # the previous batch's loss
         self._suspects: list[tuple] = []  # the last skipped batch, and those that may be skipped
-        self._random_state: Any = None  # before this batch; recorded after the first skip
 
     def _join(self, learn):
         "Join `learn`; if it is None, leave the current Learner and restore its float32 model."
@@ -196,8 +204,6 @@ class MixedPrecision(Callback):
             self._wrap_opt()
         if not self.training:
             return
-        if self.mixed.scaler.has_skipped:
-            self._random_state = random_state(next(self.model.parameters()).device)
         self.mixed.begin()
 
     def before_backward(self) -> None:
@@ -264,7 +270,7 @@ class MixedPrecision(Callback):
 
     def _this_batch(self):
         batch, scaler = (self.xb, self.yb), self.mixed.scaler
-        return _Suspect(batch, self.loss_func, scaler.used, self._random_state, scaler.n_steps)
+        return _Suspect(batch, _loss_of(self.learn), scaler.used, scaler.n_steps)
 
     def find_overflow(
         self,
@@ -276,12 +282,12 @@ class MixedPrecision(Callback):
         """
         it = next((suspect for suspect, _ in self._skipped(waits=True)), None)
         if batch is not None:
-            it = _Suspect(batch, self.learn.loss_func, self.loss_scale, None, None)
+            it = _Suspect(batch, _loss_of(self.learn), self.loss_scale, None)
         elif it is None:
             raise MixedPrecisionError("no step was skipped so far: pass a batch, (x, y)")
         policy = self.mixed.policy
         settings: Any = dict(keep_fp32=policy.keep_fp32, native=policy.native)
-        settings |= dict(dtype=policy.dtype, scale=float(it.scale), rng=it.rng, step=it.step)
+        settings |= dict(dtype=policy.dtype, scale=float(it.scale), step=it.step)
         return diagnose.find_overflow(self.learn.model, it.batch, it.loss_func, **settings)
 
     def _describe_overflow(self):
@@ -289,7 +295,7 @@ class MixedPrecision(Callback):
             found = self.find_overflow()
         except Exception as e:  # a model that cannot be copied, or a loss that counts its calls
             return f"The search for the first one failed: {type(e).__name__}: {e}"
-        return str(found) if found is not None else NOT_AGAIN
+        return str(found or "Not reproduced: the last batch is finite when it is run again")
 
     # --- for users ---
 
@@ -356,7 +362,7 @@ class MixedPrecision(Callback):
 
     def __getstate__(self) -> dict:
         """Return the state for a copy or pickle, without the batch."""
-        return vars(self) | dict(_suspects=[], _random_state=None)
+        return vars(self) | dict(_suspects=[])
 
     def __repr__(self) -> str:
         """Return the main settings."""
@@ -458,16 +464,6 @@ def _some_batches(learn, n):
         batches = list(islice(iter(dl), n))
     n_inp = [getattr(learn.dls, "n_inp", max(1, len(b) - 1)) for b in batches]
     return [(tuple(b[:i]), tuple(b[i:])) for b, i in zip(batches, n_inp, strict=True)]
-
-
-def _loss_of(learn):
-    "Return the Learner's loss for a tuple of targets; it uses a language model's first output."
-
-    def loss_func(pred, targets):
-        is_one = isinstance(pred, tuple) and len(targets) == 1
-        return learn.loss_func(pred[0] if is_one else pred, *targets)
-
-    return loss_func
 
 
 @patch

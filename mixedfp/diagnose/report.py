@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INPUTS', 'WINDOW_LOSS', 'MIN_OWN_SNR', 'MAX_LOST_ENERGY', 'HEADROOM', 'Numbers', 'Errors', 'watch_calls', 'floats',
            'float_copy', 'half_copy', 'same_random_state', 'split_batch', 'ModuleNumbers', 'Settings',
-           'first_that_works', 'PrecisionReport', 'precision_report', 'policy_for', 'plot_loss_scale']
+           'PrecisionReport', 'precision_report', 'policy_for', 'plot_loss_scale']
 
 # %% ../../nbs/diagnose/01_report.ipynb #c08a7d4b
 import copy
@@ -49,6 +49,10 @@ class Numbers:
         self.counts = self.counts + counts[1:_MASK].cpu()
         self.largest = max(self.largest, torch.where(size < _LIMIT, size, 0).amax().item())
 
+    def __len__(self) -> int:
+        """Return how many were counted."""
+        return int(self.counts.sum())
+
     def headroom(self, scale: float = 1.0) -> float:
         "Return the powers of two between the largest and the format's maximum; < 0: overflow."
         if not self.largest:
@@ -76,12 +80,11 @@ class Errors:
     def __init__(self):
         self.signal = self.noise = 0.0  # sums of squares
 
-    def add(self, truth: Tensor, now: Tensor, expected: Tensor | None = None) -> None:
-        "Add the error of `now` against `expected`, by default `truth`, without masks. Sync: two."
+    def add(self, truth: Tensor, now: Tensor) -> None:
+        "Add the error of `now` where `truth` is finite and no mask. Sync: two."
         truth, now = truth.float(), now.float()
-        expected = truth if expected is None else expected.float()
         is_number = truth.abs() < _LIMIT
-        noise = torch.where(is_number & (now != expected), now - expected, 0)
+        noise = torch.where(is_number, now - truth, 0)
         self.noise += torch.linalg.vector_norm(noise).item() ** 2
         self.signal += torch.linalg.vector_norm(torch.where(is_number, truth, 0)).item() ** 2
 
@@ -138,19 +141,18 @@ class _Recorder:
     "Records a pass as events; modules receive the tensors of `truth`, if that pass is given."
 
     def __init__(self, truth=()):
-        self.events, self.truth, self.running, self.last = [], iter(truth), [], None
+        self.events, self.truth, self.running = [], iter(truth), []
         self.made = {}  # by address: the version that a module returned
         self.copies = {}  # by identity and version: the tensor, kept alive, and its copy
 
     def before(self, name, _, args, kwargs):
         event = _Event(name, self.running[-1] if self.running else INPUTS)
         self.running.append(name)
-        self.last = name
         return self._record(event, (args, kwargs))
 
-    def after(self, name, _, args, out):
+    def after(self, name, module, args, out):
         self.running.pop()
-        is_leaf, self.last = self.last == name, None
+        is_leaf = next(module.children(), None) is None
         return self._record(_Event(name, name, True), out, is_leaf)
 
     def _record(self, event, o, is_leaf=False):
@@ -194,6 +196,8 @@ def float_copy(model: nn.Module) -> nn.Module:
         map_tensors(look, [list(vars(m).values()), m._parameters, m._buffers])
     twin = model2float(copy.deepcopy(model, memo))
     twin.zero_grad()
+    if hasattr(twin, "reset"):  # in fastai models: clears the state of the last batch
+        twin.reset()  # pyright: ignore
     return twin
 
 
@@ -220,7 +224,7 @@ def same_random_state(device: torch.device) -> Iterator[None]:
 
 
 def split_batch(
-    batch: Any,  # `(x, ..., y)`, `((x, ...), y)`, `(dict, y)`, or a dict of keyword arguments
+    batch: Any,  # `(x, ..., y)`, `((x, ...), (y, ...))`, `(dict, y)`, or keyword arguments
 ) -> tuple[tuple, dict, tuple]:  # arguments of the model, its keyword arguments, the targets
     "Split a batch into arguments for the model and for the loss. Raises: TypeError."
     if isinstance(batch, Mapping):
@@ -232,23 +236,22 @@ def split_batch(
             "loss_func=lambda out: out.loss"
         )
     *x, y = batch
+    targets = tuple(y) if type(y) in (tuple, list) else (y,)
     if len(x) == 1 and isinstance(x[0], Mapping):
-        return (), dict(x[0]), (y,)
-    return tuple(x[0] if len(x) == 1 and type(x[0]) in (tuple, list) else x), {}, (y,)
+        return (), dict(x[0]), targets
+    return tuple(x[0] if len(x) == 1 and type(x[0]) in (tuple, list) else x), {}, targets
 
 
 class _Twins:
     "A model's copies in float32 and in 16 bits, and the results of their passes."
 
     def __init__(self, model, settings, training):
-        self.settings, self.scale, self.full = settings, settings.loss_scale, float_copy(model)
+        self.settings, self.full = settings, float_copy(model)
         if training is not None:
             self.full.train(training)
         for m in self.full.modules():
             if "Dropout" in type(m).__name__:  # a mask is not a 16-bit error
                 m.eval()
-        if hasattr(self.full, "reset"):  # in fastai models: clears the state of the last batch
-            self.full.reset()  # pyright: ignore
         self.rows = {name: ModuleNumbers(name, m) for name, m in self.full.named_modules()}
         self.rows[INPUTS] = ModuleNumbers(INPUTS)
         self.order = {}  # the rows of the report
@@ -265,11 +268,8 @@ class _Twins:
         copied = set(forward_of(half).copies.params)  # pyright: ignore
         for (key, p), q in zip(self.full.named_parameters(), half.parameters(), strict=True):
             if p.grad is not None:
-                p.grad = p.grad.to_dense()
                 dtype = self.settings.policy.dtype if q in copied else torch.float32
-                self._owner(key).add_grad("weights", dtype, p.grad, q.grad, self.scale)
-        self.full.zero_grad()
-        half.zero_grad()
+                self._owner(key).add_grad("weights", dtype, p.grad, q.grad, self.settings)
 
     def _run(self, model, batch, loss_func, truth=()):
         "Run a forward pass, and a backward pass unless `truth` is given."
@@ -278,8 +278,9 @@ class _Twins:
             with watch_calls(model, recorder.before, recorder.after):
                 out = model(*args, **kwargs)
             if not truth:
+                model.zero_grad()
                 loss = loss_func(out, *targets)
-                (loss * (1.0 if model is self.full else self.scale)).backward()
+                (loss * (1.0 if model is self.full else self.settings.loss_scale)).backward()
                 self.losses[model is self.full].append(loss.item())
         return recorder.events
 
@@ -297,11 +298,11 @@ class _Twins:
                 maker.overflows |= bool(is_beyond.any())
                 maker.errors["total"].add(t, total.tensors[k])
                 maker.errors["own"].add(t, own.tensors[k])
-                maker.errors["inherited"].add(t, total.tensors[k], own.tensors[k])
+                maker.errors["inherited"].add(own.tensors[k], total.tensors[k])
                 if maker.name == INPUTS and t.ndim == 2:
                     maker.columns |= set(is_beyond.any(0).nonzero().flatten().tolist())
         for k, g in true.grads.items():
-            row.add_grad("inputs", own.tensors[k].dtype, g, total.grads.get(k), self.scale)
+            row.add_grad("inputs", own.tensors[k].dtype, g, total.grads.get(k), self.settings)
 
     def _owner(self, key):
         "Return the row of a parameter; some weights are used by an enclosing module."
@@ -337,57 +338,38 @@ class ModuleNumbers:
         self.overflows = self.is_fed_inf = False
         self.columns: Any = set()  # columns of the batch that are out of range
 
-    def add_grad(self, what, dtype, g, scaled, scale):
+    def add_grad(self, what, dtype, g, scaled, settings):
         "Add true gradients of inputs or weights, and those of the 16-bit pass, in `dtype`."
-        self.grads.setdefault((what, dtype), Numbers(dtype)).add(g)
+        self.grads.setdefault((what, dtype), Numbers(dtype)).add(g.to_dense())
         if scaled is not None:
-            self.errors[what].add(g, scaled.to_dense().float() / scale)
+            self.errors[what].add(g.to_dense(), scaled.to_dense().float() / settings.loss_scale)
 
-    def finish(self, settings):
-        "Compute the verdict from the recorded numbers."
+    def finish(self, settings: "Settings") -> None:
+        "Compute the verdict and the row of the table from the recorded numbers."
         names = "total", "own", "inherited", "weights" if self.n_params else "inputs"
         snrs = (self.errors[name].decibels() for name in names)
         self.snr, self.own, self.inherited, self.grad_snr = snrs
-        self.columns = sorted(self.columns)
+        self.columns, grads = sorted(self.columns), [n for n in self.grads.values() if n.largest]
         scales = settings.layer_scales
-        self.layer_scale = scales.get(_around(self.name, scales), 1.0)
-        shift, grads = math.log2(self.layer_scale), self.grads.values()
+        own_scale = scales.get(_around(self.name, scales), 1.0)
+        scale, shift = settings.loss_scale * own_scale, math.log2(own_scale)
         # exponents of loss scales, before the layer's own scale: the lowest that preserves the
         # gradients' squares; the lowest and the highest that lose hardly any numbers
         squares = (n.least_scale(MAX_LOST_ENERGY, 2) for n in grads)
         self.least_scale = max(squares, default=-math.inf) - shift
-        low = max((n.least_scale(WINDOW_LOSS, 0) for n in grads), default=-math.inf)
-        high = min((math.floor(n.headroom()) for n in grads if n.largest), default=math.inf)
-        self.window = low - shift, high - shift
-        self.verdict = self._judge(settings)
-
-    def _judge(self, settings):
-        scale = math.log2(settings.loss_scale)
-        if self.overflows:
-            return "input out of range" if self.name == INPUTS else "out of range"
-        if self.own < MIN_OWN_SNR and not self.is_fed_inf:
-            return "keep in fp32"
-        if self.window[1] < scale:
-            return "scale down"
-        if self.least_scale > scale:
-            return "scale up"
-        return "ok"
-
-    def as_row(self, settings) -> dict[str, Any]:
-        "Return the columns of the table."
-        scale = settings.loss_scale * self.layer_scale
-        grads = [n for n in self.grads.values() if n.largest]
-        n_flushed = sum(n.n_flushed(scale) for n in grads)
-        n_grads, n_out = sum(int(n.counts.sum()) for n in grads), int(self.out.counts.sum())
-        low, high = self.window
-        return {
+        low = max((n.least_scale(WINDOW_LOSS, 0) for n in grads), default=-math.inf) - shift
+        high = min((math.floor(n.headroom()) for n in grads), default=math.inf) - shift
+        self.window = low, high
+        self.verdict = self._judge(math.log2(settings.loss_scale))
+        n_flushed, n_grads = sum(n.n_flushed(scale) for n in grads), sum(map(len, grads))
+        self.row: dict[str, Any] = {
             "module": self.name or "(model)",
             "type": self.kind,
             "dtype": str(self.out.dtype).removeprefix("torch."),
             "params": self.n_params,
             "largest |x|": self.out.largest,
             "headroom (2^)": self.out.headroom(),
-            "flushed %": 100 * self.out.n_flushed() / max(1, n_out),
+            "flushed %": 100 * self.out.n_flushed() / max(1, len(self.out)),
             "grad headroom (2^)": min((n.headroom(scale) for n in grads), default=math.nan),
             "grad flushed %": 100 * n_flushed / n_grads if n_grads else math.nan,
             "scale window": f"[2^{low:.0f}, 2^{high:.0f}]" if math.isfinite(low + high) else "",
@@ -397,6 +379,15 @@ class ModuleNumbers:
             "grad SNR (dB)": self.grad_snr,
             "verdict": self.verdict + (f": column(s) {self.columns}" if self.columns else ""),
         }
+
+    def _judge(self, scale):
+        if self.overflows:
+            return "input out of range" if self.name == INPUTS else "out of range"
+        if self.own < MIN_OWN_SNR and not self.is_fed_inf:
+            return "keep in fp32"
+        if self.window[1] < scale:
+            return "scale down"
+        return "scale up" if self.least_scale > scale else "ok"
 
 
 def _around(name, names):
@@ -429,25 +420,12 @@ class Settings:
 
     def line(self, before: "Settings") -> str:
         "Return the call that sets them; the loss scale only if it differs from that of `before`."
-        is_half, given = self.policy.dtype == torch.float16, {}
+        is_half = self.policy.dtype == torch.float16
+        given = dict(keep_fp32=self.policy.keep_fp32, layer_scales=self.layer_scales)
         if is_half and self.loss_scale != before.loss_scale:
-            given["loss_scale"] = self.loss_scale
-        given |= dict(keep_fp32=self.policy.keep_fp32, layer_scales=self.layer_scales)
+            given = dict(loss_scale=self.loss_scale, **given)
         arguments = ", ".join(f"{k}={_as_code(v)}" for k, v in given.items() if v)
         return f"{'to_fp16' if is_half else 'to_bf16'}({arguments})"
-
-
-def first_that_works(
-    tried: Any,  # a trial: it has `settings`, `is_fine` and `proposal()`, of settings or None
-    examine: Callable[[Settings], Any],  # makes the next trial
-) -> Settings | None:
-    "Return the first settings that are fine: those tried, what each trial proposes, bfloat16."
-    first = tried.settings
-    while not tried.is_fine and (proposal := tried.proposal()) is not None:
-        tried = examine(proposal)
-    if not tried.is_fine and first.policy.dtype == torch.float16:
-        tried = examine(Settings(replace(first.policy, dtype=torch.bfloat16)))
-    return tried.settings if tried.is_fine else None
 
 
 class PrecisionReport:
@@ -499,7 +477,7 @@ class PrecisionReport:
         "A pandas table with a row per module, in execution order."
         import pandas as pd
 
-        table = pd.DataFrame([m.as_row(self.settings) for m in self.modules]).set_index("module")
+        table = pd.DataFrame([m.row for m in self.modules]).set_index("module")
         return table.dropna(axis=1, how="all")
 
     def headline(self) -> str:
@@ -522,15 +500,30 @@ class PrecisionReport:
         """
         if what not in ("activations", "gradients"):
             raise ValueError(f"`what` is {what!r}: expected activations or gradients")
-        return _plot_exponents(self, what, ax)
+        is_grad, f = what == "gradients", NumberFormat.of(self.settings.policy.dtype)
+        kept = {m.name: m.grads.values() if is_grad else [m.out] for m in self.modules}
+        rows = {k: sum(n.counts for n in ns) for k, ns in kept.items() if any(map(len, ns))}
+        shares = torch.stack([n / n.sum() for n in rows.values()])
+        ax = _axes(len(rows), ax)
+        extent = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
+        style: Any = dict(aspect="auto", interpolation="nearest", norm="log", vmin=1e-5, vmax=1)
+        image = ax.imshow(shares.numpy(), extent=extent, **style)
+        ax.figure.colorbar(image, ax=ax, pad=0.01, label="share of the module's numbers")
+        limits = torch.tensor([f.smallest_subnormal, f.max, f.smallest_normal], dtype=torch.float64)
+        low, high, normal = (limits / self.settings.loss_scale**is_grad).log2()
+        label = f"{f.name}'s range" + " ÷ loss scale" * is_grad
+        ax.axvspan(low, high, color="0.9", lw=0, zorder=0, label=label)
+        ax.axvline(normal, color=_RED, ls="--", lw=1.2, label="smallest normal number")
+        present = _EXPONENTS[shares.any(0)]
+        ax.set_xlim(min(present[0], -40) - 1, max(present[-1], 20) + 2)
+        ax.set_yticks(range(len(rows)), [k[-30:] or "(model)" for k in rows], fontsize=7)
+        ax.set_xlabel("exponent in float32: numbers from $2^x$ to $2^{x+1}$")
+        ax.legend(ncols=2, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
+        return ax
 
     def __repr__(self) -> str:
         """Return the headline and the table."""
         return f"{self.headline()}\n{self.table.round(2).to_string()}"
-
-    def _repr_html_(self) -> str:
-        head = self.headline().replace("<", "&lt;").replace("\n", "<br>")
-        return f"<p>{head}</p>{self.table.round(2).to_html()}"
 
 
 def _as_code(value: Any) -> str:
@@ -545,7 +538,7 @@ def _as_code(value: Any) -> str:
 def precision_report(
     model: nn.Module,  # in 32 bits, or in 16 with or without masters; not changed
     batches: Iterable,  # each `(x, ..., y)`, `((x, ...), y)`, or a dict of keyword arguments
-    loss_func: Callable,  # takes the output and y; only the output if batches are dicts
+    loss_func: Callable,  # takes the output and the targets; only the output if batches are dicts
     dtype: torch.dtype | str | None = None,  # default: that of a 16-bit model, else float16
     loss_scale: float | None = None,  # default: 512 for float16 as in `to_fp16`, else 1
     *,
@@ -575,69 +568,33 @@ def precision_report(
     def examine(settings):
         return _Twins(model, settings, training).report(batches, loss_func)
 
-    report = examine(settings)
-    report.fix = first_that_works(report, examine)
+    report = trial = examine(settings)
+    while not trial.is_fine and (proposal := trial.proposal()) is not None:
+        trial = examine(proposal)
+    if not trial.is_fine and policy.dtype == torch.float16:
+        trial = examine(settings.changed(1.0, dtype=torch.bfloat16))
+    report.fix = trial.settings if trial.is_fine else None
     return report
 
 
 def policy_for(model: nn.Module, dtype: Any, keep_fp32: Any, native: bool | None) -> Policy:
     "Return settings with None replaced by the model's; the dtype by float16 if it has no 16 bits."
-    found = (masters_of(m) for m in model.modules())
-    known = next((m.policy for m in found if m is not None and m.policy.dtype.itemsize == 2), None)
-    if known is None:
-        kinds = [p.dtype for p in model.parameters() if is_castable(p) and p.itemsize == 2]
-        known = Policy(max(set(kinds), key=kinds.count) if kinds else torch.float16)
+    found = [m.policy for m in map(masters_of, model.modules()) if m is not None]
+    found += [Policy(p.dtype) for p in model.parameters() if is_castable(p)]
+    known = next((p for p in found if p.dtype.itemsize == 2), Policy(torch.float16))
     given = dict(dtype=dtype, keep_fp32=keep_fp32, native=native)
     given = {k: v for k, v in given.items() if v is not None}
     return replace(known, half_grads=False, state_dtype=None, **given)
 
 # %% ../../nbs/diagnose/01_report.ipynb #1e3bee69
-# colors by Okabe and Ito, https://jfly.uni-koeln.de/color
-_BLUE, _RED, _GREY = "#0072B2", "#D55E00", "#999999"
+_BLUE, _RED = "#0072B2", "#D55E00"  # by Okabe and Ito, https://jfly.uni-koeln.de/color
 
 
 def _axes(n_rows, ax):
-    if ax is not None:
-        return ax
     import matplotlib.pyplot as plt
 
-    return plt.figure(figsize=(7.0, 1.7 + 0.19 * n_rows), layout="constrained").subplots()
-
-
-def _plot_exponents(report, kind, ax):
-    from matplotlib.colors import LogNorm
-
-    f, modules, counts = NumberFormat.of(report.settings.policy.dtype), [], []
-    shift = math.log2(report.settings.loss_scale) if kind == "gradients" else 0
-    limits = [math.log2(v) - shift for v in (f.smallest_subnormal, f.smallest_normal, f.max)]
-    for m in report.modules:
-        numbers = m.grads.values() if kind == "gradients" else [m.out]
-        if any(n.largest for n in numbers):
-            modules.append(m)
-            counts.append(sum(n.counts for n in numbers))
-    shares = torch.stack(counts) / torch.stack(counts).sum(1, keepdim=True)
-    present = _EXPONENTS[shares.any(0)]
-    low = math.floor(min(present[0].item(), max(limits[0], -40))) - 1
-    high = math.ceil(max(present[-1].item(), min(limits[2], 20))) + 2
-    ax = _axes(len(modules), ax)
-    extent = 1 - _BIAS, _MASK - _BIAS, len(modules) - 0.5, -0.5
-    style: dict[str, Any] = dict(aspect="auto", interpolation="nearest", norm=LogNorm(1e-5, 1))
-    image = ax.imshow(shares.numpy(), extent=extent, **style)
-    bar = ax.figure.colorbar(image, ax=ax, pad=0.01, fraction=0.05)
-    bar.set_label("share of the module's numbers", fontsize=7)
-    names = "smallest subnormal", "smallest normal", f"largest {f.name}"
-    for x, name, ls in zip(limits, names, (":", "--", "-"), strict=True):
-        if low <= x <= high:
-            ax.axvline(x, color=_RED, ls=ls, lw=1.2, label=name + " ÷ loss scale" * bool(shift))
-    ax.axvspan(limits[0], limits[2], color=_GREY, alpha=0.18, lw=0, zorder=0)
-    ax.set_xlim(low, high)
-    xlabel = f"exponent of {kind} in float32: numbers from $2^x$ to $2^{{x+1}}$"
-    names = [m.name or "(model)" for m in modules]  # from top to bottom
-    short = [n if len(n) < 30 else "…" + n[-28:] for n in names]
-    ax.set_yticks(range(len(names)), short, fontsize=7)
-    ax.set(ylim=(len(modules) - 0.4, -0.6), xlabel=xlabel)
-    ax.legend(ncols=3, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return ax
+    size = 7.0, 1.7 + 0.19 * n_rows
+    return ax or plt.figure(figsize=size, layout="constrained").subplots()
 
 
 def plot_loss_scale(
