@@ -317,7 +317,7 @@ class MixedPrecision(Callback):
     @property
     def skipped(self) -> list[int]:
         "The numbers of the skipped steps, counted from 0."
-        return self.mixed.record.skipped
+        return self.mixed.scaler.skipped
 
     @property
     def n_skipped(self) -> int:

@@ -50,16 +50,6 @@ def _check_optimizers(model, optimizers):
                         "that holds all its parameters, such as nn.ModuleList([a, b])"
                     )
 
-
-def _check_model(model):
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            "`model` is a DistributedDataParallel: pass the model inside, and wrap the "
-            "model that with_masters returns in DistributedDataParallel"
-        )
-    for m in sharded_modules(model).values():
-        m.reshard()
-
 # %% ../nbs/09_optimizer.ipynb #ff4bd33d
 def with_masters(
     model: nn.Module,  # in float32; its parameters stay the same objects
@@ -87,13 +77,15 @@ def with_masters(
     """
     flags: Any = autocast, native, state_dtype, half_grads, skip_nonfinite
     policy = Policy(dtype, flat_master, keep_fp32, *flags)  # pyright: ignore
-    _check_model(model)
-    _check_optimizers(model, optimizers)
-    masters: Any = masters_of(uncompiled(model))
+    inner = uncompiled(model.module if isinstance(model, DistributedDataParallel) else model)
+    for m in sharded_modules(inner).values():
+        m.reshard()
+    _check_optimizers(inner, optimizers)
+    masters: Any = masters_of(inner)
     is_new = masters is None
     if is_new:
         mixed = MixedStep(policy)
-        mixed.attach(model)
+        mixed.attach(inner)
         masters = mixed.masters
     elif masters.policy != policy:
         raise ValueError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from . import torch_private as private
 from .cast import Policy
 from .engine.files import as_own_storage
 from .engine.flat import ChunkLoop, lay_out
@@ -22,16 +23,8 @@ from .engine.optimizers import core_of, grads_of, is_elementwise, is_fused, para
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import warn_once
-from .scaler import Flag, LossScaler, ScaleRecord, Verdict
+from .scaler import Flag, LossScaler, Verdict
 from .sharded import check_settings, has_shards, sharded_modules
-from mixedfp.torch_private import (
-    as_known_to_schedules,
-    count_as_stepped,
-    hooks_around_step,
-    outside_of_dynamo,
-    uncompiled,
-    unscales_by_itself,
-)
 
 # %% ../nbs/08_step.ipynb #190bbcfc
 def guard_of(
@@ -71,7 +64,7 @@ class MasterStep:
         self.raw = {k: getattr(self.core, k) for k in ("step", "state_dict", "load_state_dict")}
         # a fused kernel skips by itself, so the host need not read what was found
         takes_flag = self.loop is None or self.loop.takes_all
-        self.skips_itself = takes_flag and unscales_by_itself(self.core)
+        self.skips_itself = takes_flag and private.unscales_by_itself(self.core)
         self._install(masters=masters, master_step=self, skip_step=self.skip_step)
         self._install(__reduce_ex__=self._reduce)
         # while the optimizer's own `step` stays: a scaler may skip the next one
@@ -162,7 +155,7 @@ class MasterStep:
                 loss = closure()
             self.step()
             return loss
-        count_as_stepped(self.core)
+        private.count_as_stepped(self.core)
         given, guard = vars(self.core), self.guard
         scaler = given.get("found_by", guard)  # a `LossScaler` that steps this optimizer, if any
         if "found_by" not in given and given.get("found_inf") is not None:  # by a `GradScaler`
@@ -239,7 +232,7 @@ class MasterStep:
 
     def _step_chunks(self, **given):
         is_torch = isinstance(self.core, torch.optim.Optimizer)
-        before, after = hooks_around_step(self.core) if is_torch else ([], [])
+        before, after = private.hooks_around_step(self.core) if is_torch else ([], [])
         for hook in before:
             hook(self.core, (), {})
         self.loop.step(**given)
@@ -248,7 +241,7 @@ class MasterStep:
 
     def skip(self) -> None:
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
-        count_as_stepped(self.core)
+        private.count_as_stepped(self.core)
         if self.loop is not None:
             self.loop.forget()
         self.masters.snapshot.restore(self._own_params())
@@ -314,8 +307,8 @@ _UNEVEN = {"cpu"}  # devices whose fused kernels round the last numbers of a ten
 def _bound(core, call):
     "Bind `call` to `core` in the form that schedules and Dynamo need."
 
-    @as_known_to_schedules
-    @outside_of_dynamo
+    @private.as_known_to_schedules
+    @private.outside_of_dynamo
     def step(core, *args, **kwargs):
         return call(*args, **kwargs)
 
@@ -364,18 +357,13 @@ class MixedStep:
             raise MixedPrecisionError("no model is attached: call `attach` first")
         return self._masters
 
-    @property
-    def record(self) -> ScaleRecord:
-        "The steps, skips and scales so far."
-        return self.scaler.record
-
     def attach(
         self,
         model: nn.Module,  # in float32; cast in place. Can be wrapped in DDP or torch.compile
     ) -> None:
         "Make `model` compute in 16 bits, or take its changes up. Raises: as `Masters`."
         ddp = model if isinstance(model, DistributedDataParallel) else None
-        model = uncompiled(model if ddp is None else ddp.module)
+        model = private.uncompiled(model if ddp is None else ddp.module)
         if self._masters is not None and not self._has(model):
             self.detach()
         for m in sharded_modules(model).values():

@@ -22,7 +22,6 @@ from torch.optim import LBFGS, Optimizer
 from .cast import Policy
 from .engine.forward import computing, forward_of
 from .formats import MixedPrecisionError
-from .nested import check_dtype
 from .optimizer import masters_of, with_masters
 from .scaler import LossScaler
 from .sharded import has_shards
@@ -289,16 +288,6 @@ class _Trainer:
         with computing(self.model):
             return super().prediction_step(*args, **kwargs)  # pyright: ignore
 
-    def save_model(self, output_dir=None, _internal_call=False, dtype=None) -> None:
-        "Save float32 weights, or a copy of the model cast to `dtype`, such as torch.bfloat16."
-        model = self.model
-        try:
-            if dtype is not None:
-                self.model = copy.deepcopy(model).to(check_dtype(dtype))
-            super().save_model(output_dir, _internal_call)  # pyright: ignore
-        finally:
-            self.model = model
-
 # %% ../nbs/15_trainers.ipynb #f15a002a
 _KINDS = {
     "accelerate.accelerator.Accelerator": _Accelerator,
@@ -316,7 +305,7 @@ def use_masters(
     """Make `trainer` train 16-bit weights with float32 masters.
 
     `use_masters(Trainer(...), "bf16").train()`; `accelerator = use_masters(Accelerator(), "fp16")`.
-    Its files contain float32 weights; `trainer.save_model(folder, dtype="bf16")` exports 16 bits.
+    Its files contain float32 weights.
     Raises: like `with_masters`; MixedPrecisionError if its own mixed precision is on, or it has
     started; TypeError for other objects.
     """

@@ -83,7 +83,7 @@ def by_mixed_step(dtype, factors, flat):
         mixed.scale(net(torch.ones(1, 1)).sum() * factor).backward()
         opt.step() if mixed.unscale() else mixed.skip()
         mixed.update()
-    return net, mixed.record.skipped
+    return net, mixed.scaler.skipped
 
 
 def by_learner(dtype, factors, flat):

@@ -87,12 +87,11 @@ def test_a_frozen_part_has_no_gradients_or_states():
     assert row["gradients"] == row["states"] == 4 * found.n_trained
 
 
-def test_the_command_knows_the_models_of_torchvision(capsys, tmp_path):
+def test_the_command_knows_the_models_of_torchvision(capsys):
     pytest.importorskip("torchvision")
-    main(["resnet18", "--batch", "4", "--size", "64", "--plot", str(tmp_path / "bars.png")])
+    main(["resnet18", "--batch", "4", "--size", "64"])
     shown = capsys.readouterr().out
     assert "to_bf16(flat_master=True)" in shown and "activations" in shown
-    assert (tmp_path / "bars.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("activations", [2, 4, 8])

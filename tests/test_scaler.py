@@ -77,7 +77,7 @@ def test_without_bounds_it_is_torch(kwargs, overflows):
             assert kept == ours.scales
     assert bounded.scales == kept
     assert ours.skipped == bounded.skipped == [i for i, o in enumerate(overflows) if o]
-    assert ours.n_skipped == sum(overflows) and ours.record.n_steps == len(overflows)
+    assert ours.n_skipped == sum(overflows) and ours.n_steps == len(overflows)
 
 
 @given(patterns, st.integers(1, 5))
@@ -133,7 +133,7 @@ def test_disabled_passes_everything_through():
     assert iterate(scaler, w, opt, INF) is True and not w.isfinite().any()
     scaler.unscale_(opt)
     scaler.release(opt)
-    assert not scaler.found_nonfinite(opt)
+    assert not bool(scaler.known_of(opt).found)
     assert scaler.get_scale() == 1.0 and scaler.state_dict() == {} and scaler.scales == []
     scaler.load_state_dict({})
 
@@ -163,7 +163,7 @@ def test_gradients_of_any_kind(kind, value):
         assert_same(params[1].grad.to_dense(), grads[1].to_dense() / 4)
     names = [] if value == 4.0 else ["parameter 1 of group 0, shape (4,)"]
     assert nonfinite_names(opt) == names
-    assert scaler.found_nonfinite(opt) is (value != 4.0)
+    assert bool(scaler.known_of(opt).found) is (value != 4.0)
     assert scaler.step(opt) is (value == 4.0)
 
 
@@ -239,7 +239,7 @@ def test_optimizers_skip_alone_and_each_update_counts(bad, n_updates, fused):
                 scaler.update()
             opt.zero_grad()
     assert scaler.skipped == ([0] if n_updates == 1 else sorted(bad))
-    assert (scaler.record.n_steps, scaler.scales[0]) == (2 * n_updates, 8.0)
+    assert (scaler.n_steps, scaler.scales[0]) == (2 * n_updates, 8.0)
     assert [p[0].item() for p in params] == [0.75 + 0.125 * (i in bad) for i in range(3)]
 
 
@@ -327,7 +327,7 @@ def test_an_interrupt_between_verbs_leaves_a_scaler_that_works(n_verbs, factor, 
         before = w[0].item()
         assert iterate(scaler, w, opt) is True
         assert w[0].item() == before - 1.0
-    assert scaler.get_scale() == scaler.used_scale
+    assert scaler.get_scale() == float(scaler.used)
 
 
 def test_layers_are_led_through_each_iteration():
@@ -380,7 +380,7 @@ def test_a_loaded_scale_is_brought_within_the_bounds_for_the_next_iteration(save
     scaler, (w, opt) = LossScaler("cpu", 2.0**8, min_scale=2.0**4, max_scale=2.0**10), make()
     scaler.scale(w.sum()).backward()
     scaler.load_state_dict(GradScaler("cpu", saved).state_dict())
-    assert scaler.scale(torch.ones(())) == scaler.used_scale == 2.0**8
+    assert scaler.scale(torch.ones(())) == float(scaler.used) == 2.0**8
     scaler.step(opt)
     assert w.tolist() == [-1.0, -1.0]
     scaler.update()

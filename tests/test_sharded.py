@@ -52,7 +52,7 @@ def verdict(mesh, rank, names, spoiled, where, value):
     scaler.scale(torch.zeros(()))
     scaler.unscale_(opt)
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
-    return scaler.found_nonfinite(opt), [g.flatten()[0].item() for g in grads]
+    return bool(scaler.known_of(opt).found), [g.flatten()[0].item() for g in grads]
 
 
 def partial_sum(mesh):
@@ -63,7 +63,7 @@ def partial_sum(mesh):
     opt, scaler = torch.optim.SGD([p], lr=1.0), LossScaler("cpu", 1.0)
     scaler.scale(torch.zeros(()))
     scaler.unscale_(opt)
-    return scaler.found_nonfinite(opt)
+    return bool(scaler.known_of(opt).found)
 
 
 def net():

@@ -432,7 +432,7 @@ def test_overridden_methods_keep_mixed_precision(own, order, mode):
     assert_near(net, plain)
     if "fp16" in mode:  # scaled, one update for each step, and none was skipped
         n_steps = 16 if own is Twice else 8
-        assert net.grad_scaler_.n_skipped == 0 and net.grad_scaler_.record.n_steps == n_steps
+        assert net.grad_scaler_.n_skipped == 0 and net.grad_scaler_.n_steps == n_steps
         assert net.grad_scaler_.get_scale() == 2.0 ** (10 + n_steps // 3)
 
 

@@ -828,12 +828,12 @@ def test_the_trainer_generates_with_one_set_of_copies(tmp_path, monkeypatch):
 
 @KIND
 def test_files_of_the_trainer_hold_float32_and_say_so(kind, flat, tmp_path):
-    """Checkpoints, `save_model`, `save_pretrained`; one argument exports 16 bits."""
+    """Checkpoints, `save_model`, `save_pretrained`; a cast copy exports 16 bits."""
     _, trainer = trained(kind, "fp16", tmp_path, flat=flat)
     model, load = trainer.model, type(trainer.model).from_pretrained
     trainer.save_model(tmp_path / "whole")
     model.save_pretrained(tmp_path / "pretrained")
-    trainer.save_model(tmp_path / "export", dtype="bf16")
+    copy.deepcopy(model).bfloat16().save_pretrained(tmp_path / "export")
     for name in ("whole", "pretrained", "checkpoint-6"):
         loaded = load(tmp_path / name)
         assert loaded.config.dtype == loaded.dtype == torch.float32

@@ -78,7 +78,7 @@ class PrecisionAudit:
         "A pandas table with one row for all modules with the same name; `*` matches any number."
         import pandas as pd
 
-        entries = pd.DataFrame(self.entries)
+        entries: Any = pd.DataFrame(self.entries)
         sums = entries.groupby("modules", sort=False).sum(numeric_only=True)
         dtypes = entries[entries["role"] != ""].groupby(["modules", "role"])["dtype"]
         dtypes = dtypes.agg(lambda names: ", ".join(sorted(set(names)))).unstack()
@@ -136,7 +136,7 @@ def _count(audit, p, group, is_weight, policy, cores):
     "Count a parameter of the model, or an optimizer's own, with its gradient and states."
     local = _local(p.detach())
     n = local.numel() * is_weight
-    counts = dict(parameters=n, trained=n * p.requires_grad)
+    counts: dict[str, Any] = dict(parameters=n, trained=n * p.requires_grad)
     audit.hold(group, "weights" if is_weight else "masters", local, **counts)
     if is_weight and p.requires_grad:
         is_half = policy is not None and policy.half_grads and p.grad_dtype is None
@@ -168,7 +168,8 @@ def _judge_weights(audit, names, core):
     for group, p in bare:
         vars(shadow.twin).update(fresh)  # undoes what the last step changed
         before, update, step = _update(shadow, group, p, core.state.get(p) or {})
-        found = dict(updated=int((update != 0).sum()), lost=int(is_lost(before, update).sum()))
+        n, lost = int((update != 0).sum()), int(is_lost(before, update).sum())
+        found: dict[str, Any] = dict(updated=n, lost=lost)
         audit.entries.append(Entry(names.get(p, _COPIES), **found))
         counts.update(found)
         basis = step if found["updated"] else basis

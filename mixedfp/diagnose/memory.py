@@ -11,7 +11,6 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -186,7 +185,7 @@ def memory_of(
 def main(
     argv: Sequence[str] | None = None,  # the command's arguments; None for `sys.argv`
 ) -> None:
-    """Run `mixedfp_memory`: print the table, and draw it with `--plot`."""
+    """Run `mixedfp_memory`: print the table."""
     parser = argparse.ArgumentParser(
         prog="mixedfp_memory", description="Compute the bytes that training needs in each mode."
     )
@@ -195,7 +194,6 @@ def main(
     add("--optimizer", default="adamw", choices=list(N_STATES))
     add("--batch", type=int, default=32, help="images; default: 32")
     add("--size", type=int, default=224, help="pixels; default: 224")
-    add("--plot", type=Path, help="a file for the plot")
     args = parser.parse_args(argv)
     sys.path.append("")  # as `python -m` does
     try:
@@ -205,7 +203,4 @@ def main(
     made: Any = on_meta(make)
     images = torch.empty(args.batch, 3, args.size, args.size, device="meta")
     model, batch = made if isinstance(made, tuple) else (made, images)
-    memory = memory_of(model, batch, args.optimizer)
-    print(memory)
-    if args.plot:
-        memory.plot().figure.savefig(args.plot, dpi=150, bbox_inches="tight")
+    print(memory_of(model, batch, args.optimizer))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INPUTS', 'WINDOW_LOSS', 'MIN_OWN_SNR', 'MAX_LOST_ENERGY', 'HEADROOM', 'Numbers', 'Errors', 'watch_calls', 'floats',
            'float_copy', 'half_copy', 'same_random_state', 'split_batch', 'ModuleNumbers', 'Settings',
-           'PrecisionReport', 'precision_report', 'policy_for', 'plot_loss_scale']
+           'PrecisionReport', 'precision_report', 'policy_for']
 
 # %% ../../nbs/diagnose/01_report.ipynb #c08a7d4b
 import copy
@@ -504,7 +504,10 @@ class PrecisionReport:
         kept = {m.name: m.grads.values() if is_grad else [m.out] for m in self.modules}
         rows = {k: sum(n.counts for n in ns) for k, ns in kept.items() if any(map(len, ns))}
         shares = torch.stack([n / n.sum() for n in rows.values()])
-        ax = _axes(len(rows), ax)
+        if ax is None:
+            import matplotlib.pyplot as plt
+
+            ax = plt.figure(figsize=(7.0, 1.7 + 0.19 * len(rows)), layout="constrained").subplots()
         extent = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
         style: Any = dict(aspect="auto", interpolation="nearest", norm="log", vmin=1e-5, vmax=1)
         image = ax.imshow(shares.numpy(), extent=extent, **style)
@@ -513,7 +516,7 @@ class PrecisionReport:
         low, high, normal = (limits / self.settings.loss_scale**is_grad).log2()
         label = f"{f.name}'s range" + " ÷ loss scale" * is_grad
         ax.axvspan(low, high, color="0.9", lw=0, zorder=0, label=label)
-        ax.axvline(normal, color=_RED, ls="--", lw=1.2, label="smallest normal number")
+        ax.axvline(normal, color="#D55E00", ls="--", lw=1.2, label="smallest normal number")
         present = _EXPONENTS[shares.any(0)]
         ax.set_xlim(min(present[0], -40) - 1, max(present[-1], 20) + 2)
         ax.set_yticks(range(len(rows)), [k[-30:] or "(model)" for k in rows], fontsize=7)
@@ -585,28 +588,3 @@ def policy_for(model: nn.Module, dtype: Any, keep_fp32: Any, native: bool | None
     given = dict(dtype=dtype, keep_fp32=keep_fp32, native=native)
     given = {k: v for k, v in given.items() if v is not None}
     return replace(known, half_grads=False, state_dtype=None, **given)
-
-# %% ../../nbs/diagnose/01_report.ipynb #1e3bee69
-_BLUE, _RED = "#0072B2", "#D55E00"  # by Okabe and Ito, https://jfly.uni-koeln.de/color
-
-
-def _axes(n_rows, ax):
-    import matplotlib.pyplot as plt
-
-    size = 7.0, 1.7 + 0.19 * n_rows
-    return ax or plt.figure(figsize=size, layout="constrained").subplots()
-
-
-def plot_loss_scale(
-    record: Any,  # with `scales` and `skipped`: a `LossScaler`, or `learn.mp_cb`
-    ax: Any = None,  # matplotlib's; default: a new figure
-) -> Any:  # the axes
-    "Draw the loss scale of each step; skipped steps are marked."
-    ax = _axes(5, ax)
-    scales, skipped = list(record.scales), list(record.skipped)
-    ax.step(range(len(scales)), scales, where="post", color=_BLUE, lw=1.5)
-    ax.plot(skipped, [scales[i] for i in skipped], "x", color=_RED, ms=7, label="skipped step")
-    ax.set_yscale("log", base=2)
-    ax.set(xlabel="step", ylabel="loss scale")
-    ax.legend(fontsize=7, frameon=False)
-    return ax

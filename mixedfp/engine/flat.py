@@ -181,10 +181,6 @@ class Run:
             return list(map(_grad, self.params))
         return [self.params[0].grad.as_strided((self.n,), (1,))]
 
-    def cut(self, size: int) -> None:
-        "Cut this run into chunks of `size` numbers."
-        self.chunks = [Chunk(self, a, min(a + size, self.n)) for a in range(0, self.n, size)]
-
 # %% ../../nbs/engine/08_flat.ipynb #331d72b8
 _grad = attrgetter("grad")
 
@@ -391,7 +387,8 @@ class ChunkLoop:
                 view, state = run.vector.view(whole, p), self.core.state[p]
                 if state[k].data_ptr() != view.data_ptr():
                     state[k] = view.copy_(state[k])
-        run.cut(self._size(run))
+        starts = range(0, run.n, size := self._size(run))
+        run.chunks = [Chunk(run, a, min(a + size, run.n)) for a in starts]
         for chunk in run.chunks:
             chunk.state = {k: _copied(v) for k, v in _numbers(first, run.params[0])}
             for k in names:

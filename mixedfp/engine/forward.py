@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.functional import group_norm, layer_norm, rms_norm
 
-from mixedfp.cast import (
-    FloatForward,
-    Policy,
-    WrappedForward,
-    is_called,
-    kept_parts,
-    to_float,
-)
+from ..cast import FloatForward, Policy, WrappedForward, is_called, kept_parts, to_float
 from .in_float32 import InFloat32, has_arithmetic
 from .rounded import Copies, Passes
 from .writes import uses

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..cast import Policy, is_castable
 from .buffers import BufferSnapshot
@@ -52,10 +52,6 @@ class Masters:
             raise
         for p in self.copies.params if policy.half_grads and self.copies is not None else ():
             p.grad_dtype = None  # the node passes 16-bit gradients on
-
-    def __getitem__(self, p: Tensor) -> Tensor:
-        """Return the float32 master of parameter `p`: `p` itself, without its graph."""
-        return p.detach()
 
     @property
     def skipped(self) -> list[int]:
