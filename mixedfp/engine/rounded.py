@@ -65,7 +65,7 @@ class Round(torch.autograd.Function):
         """Widen the gradients in one grouped copy; None stays None."""
         some = wide = [g for g in grads if g is not None]
         if torch.is_grad_enabled() or any(g.is_sparse for g in some):  # `create_graph`
-            wide = some if ctx.keeps_grads else [g.float() for g in some]
+            wide = [g.float() for g in some]
         elif not ctx.keeps_grads:
             if ctx.layout is None:
                 wide = [torch.empty_like(g, dtype=torch.float32) for g in some]
