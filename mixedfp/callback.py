@@ -374,10 +374,6 @@ class MixedPrecision(Callback):
             parts.append(f"loss_scale={self.loss_scale:g}, skipped={self.n_skipped}")
         return f"{type(self).__name__}({', '.join([str(policy.dtype), *parts])})"
 
-    def __format__(self, spec: str) -> str:
-        """Return one line for `learn.summary()`."""
-        return format(repr(self), spec)
-
 
 mixed_precision = partial(MixedPrecision)  # `cbs=mixed_precision(flat_master=True)`
 

@@ -145,8 +145,9 @@ class PartForward(PassForward):
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass, with rounded weights if autocast is on."""
         m, copies = self.module, self.copies
-        names = [] if copies.running or m in copies.without else self.names
-        weights = {k: p for k in names if (p := m._parameters.get(k)) is not None}
+        if copies.running or m in copies.without:
+            return self.compute(*args, **kwargs)
+        weights = {k: p for k in self.names if (p := m._parameters.get(k)) is not None}
         if not any(torch.is_autocast_enabled(p.device.type) for p in weights.values()):
             return self.compute(*args, **kwargs)
         try:
