@@ -830,3 +830,15 @@ def test_a_function_that_a_module_holds_is_read_as_its_own_code(act, has_copy):
     full, half, opt = pair(Held)
     assert_trains_alike(full, half)
     assert bool(opt.masters.copies.places) == has_copy
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_the_copy_of_a_frozen_weight_needs_no_gradient(flat):
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+    model[0].weight.requires_grad_(False)
+    opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    with_masters(model, opt, dtype="bf16", flat_master=flat)
+    for m in model:
+        m.register_forward_hook(lambda m, *_: seen.append((m.weight.dtype, m.weight.requires_grad)))
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [(torch.bfloat16, False), (torch.bfloat16, True)]
