@@ -842,3 +842,23 @@ def test_the_copy_of_a_frozen_weight_needs_no_gradient(flat):
         m.register_forward_hook(lambda m, *_: seen.append((m.weight.dtype, m.weight.requires_grad)))
     model(torch.ones(2, 4)).sum().backward()
     assert seen == [(torch.bfloat16, False), (torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_a_parameter_that_is_kept_by_name_has_no_copy(flat):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.shift = (nn.Parameter(torch.ones(4)) for _ in range(2))
+
+        def forward(self, x):
+            """Note the dtypes."""
+            seen.append((self.scale.dtype, self.shift.dtype))
+            return x * self.scale + self.shift
+
+    model, seen = nn.Sequential(Scaled(), nn.Linear(4, 2)), []
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with_masters(model, opt, dtype="bf16", flat_master=flat, keep_fp32="*.scale")
+    model(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    assert seen == [(torch.float32, torch.bfloat16)] and model[0].scale.grad.dtype == torch.float32
