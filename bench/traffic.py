@@ -191,7 +191,7 @@ def block(mode: str) -> dict[str, str]:
         model, (x, y) = LM(n_layers=3).cuda(), words(16, 256, 8000)
         if mode == "mixedfp":
             opt = torch.optim.AdamW(model.parameters(), fused=True)
-            with_masters(model, opt, dtype=B16, **FLAT)
+            with_masters(model, opt, dtype=B16)
         if mode == BLOCKS[1]:  # by hand, with gradients that are widened one by one
             for p in model.to(B16).parameters():
                 p.grad_dtype = torch.float32
