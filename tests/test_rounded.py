@@ -862,3 +862,24 @@ def test_a_parameter_that_is_kept_by_name_has_no_copy(flat):
     model(torch.ones(2, 4)).sum().backward()
     opt.step()
     assert seen == [(torch.float32, torch.bfloat16)] and model[0].scale.grad.dtype == torch.float32
+
+
+def test_a_norm_returns_the_dtype_of_its_input_whatever_its_weight_has():
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), []
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with_masters(model, opt, dtype="bf16", keep_fp32="1.weight")
+    model[1].register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, out.dtype)))
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [(torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("name", ["orthogonal", "weight_norm", "spectral_norm"])
+def test_a_parametrization_computes_with_float32_originals(name):
+    layer = getattr(parametrizations, name)(nn.Linear(4, 4))
+    model, seen = nn.Sequential(layer, nn.Linear(4, 2)), []
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with_masters(model, opt, dtype="bf16")
+    part = layer.parametrizations.weight[0]
+    part.register_forward_pre_hook(lambda m, args: seen.extend(t.dtype for t in args))
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen and set(seen) == {torch.float32}
