@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from ..layerwise import has_scale
 from ..torch_private import NORMS
 
 # %% ../../nbs/engine/01a_writes.ipynb #w0d00003
-# running statistics; weights computed from float32 originals; an RNN's block of memory; tables,
-# whose gradients are sums
-_KINDS = (*NORMS, ParametrizationList, nn.RNNBase, nn.Embedding, nn.EmbeddingBag, nn.Bilinear,
-          torch.jit.ScriptModule)  # fmt: skip
+# running statistics; an RNN's block of memory; tables, whose gradients are sums
+_KINDS = *NORMS, nn.RNNBase, nn.Embedding, nn.EmbeddingBag, nn.Bilinear, torch.jit.ScriptModule
 # names of operations that autocast leaves in the dtype of the weight, where 16 bits would fail, or
 # whose gradients are sums
 _WIDE = frozenset(
