@@ -115,3 +115,17 @@ def test_adamw_allows_amsgrad():
 def test_a_second_moment_in_float16_is_refused_by_name(name):
     with pytest.raises(MixedPrecisionError, match=f"'{name}': torch.float16.*eps of 1e-8"):
         make_run({name: torch.float16})
+
+
+def test_chunks_are_rounded_with_noise_of_their_own():
+    with small_chunks(64):
+        model = nn.Linear(1, 256, bias=False)
+        nn.init.zeros_(model.weight)
+        opt = torch.optim.AdamW(model.parameters(), 0.01)
+        with_masters(model, opt, dtype=BF16, flat_master=True, state_dtype={"exp_avg_sq": BF16})
+        for _ in range(3):
+            opt.zero_grad()
+            (0.37 * model(torch.ones(1, 1)).sum()).backward()  # all gradients are equal
+            opt.step()
+        rows = opt.state[model.weight]["exp_avg_sq"].view(4, 64)
+    assert len({tuple(row.tolist()) for row in rows}) == 4
