@@ -123,6 +123,8 @@ def load_checkpoint(
             raise MixedPrecisionError(
                 f"`{path}` contains more than data: learn.load reads the files of learn.save"
             ) from e
+        except RuntimeError as e:  # of PyTorch's own reader
+            raise MixedPrecisionError(f"`{path}` cannot be read: {e}") from e
 
 # %% ../nbs/14_checkpoint.ipynb #b58f5ebb
 class Checkpoint(Callback):

@@ -144,12 +144,12 @@ def _with_nonfinite_grads(model):
     "Return the parameters with inf or nan in their gradients. Sync: once."
     grads = {p: p.grad.detach() for p in model.parameters() if p.grad is not None}
     values = {p: g.coalesce().values() if g.is_sparse else g for p, g in grads.items()}
-    largest = {p: torch.linalg.vector_norm(v, math.inf) for p, v in values.items() if v.numel()}
-    if not largest:
+    values = {p: v for p, v in values.items() if v.numel()}
+    if not values:
         return set()
-    device = next(iter(largest)).device
-    flags = torch.stack([n.isfinite().to(device) for n in largest.values()]).tolist()
-    return {p for p, is_finite in zip(largest, flags, strict=True) if not is_finite}
+    device, largest = next(iter(values)).device, private.norm_of_each([*values.values()], math.inf)
+    flags = torch.stack([n.float().to(device) for n in largest]).isfinite().tolist()
+    return {p for p, is_finite in zip(values, flags, strict=True) if not is_finite}
 
 
 def _check_scales(scales, model, low, high):

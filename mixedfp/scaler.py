@@ -86,7 +86,7 @@ class Flag:
         "Return whether it can be read without waiting."
         if self.event is not None and self.event.query():
             self.event = None
-        return self.event is None
+        return self.event is None and not self.is_captured
 
     def __bool__(self) -> bool:
         """Read it. Sync: waits unless it is ready. Raises: MixedPrecisionError in a capture."""

@@ -119,7 +119,12 @@ class _Components:
         return super().initialize()
 
     def initialize_grad_scaler(self) -> Any:
-        """Create `grad_scaler_`, enabled for float16, and return self."""
+        """Create `grad_scaler_`, enabled for float16, and return self. Raises: TypeError."""
+        if not (isinstance(self.grad_scaler, type) and issubclass(self.grad_scaler, LossScaler)):
+            raise TypeError(
+                f"`grad_scaler` is {self.grad_scaler!r}: expected the class LossScaler or a "
+                "subclass; its arguments are given as grad_scaler__init_scale=512."
+            )
         is_fp16 = self._policy().dtype == torch.float16
         kwargs = {"enabled": is_fp16} | self.get_params_for("grad_scaler")
         self.grad_scaler_ = self.grad_scaler(

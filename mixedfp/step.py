@@ -242,8 +242,6 @@ class MasterStep:
     def skip(self) -> None:
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
         private.count_as_stepped(self.core)
-        if self.loop is not None:
-            self.loop.forget()
         self.masters.snapshot.restore(self._own_params())
 
     def _own_params(self):

@@ -202,3 +202,24 @@ def test_a_layer_that_changes_its_size_between_steps_trains_on(n_out):
     opt.step()
     assert_same(model.weight.detach(), weight - 0.1 * 2)
     assert_same(model.bias.detach(), bias - 0.1 * 2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_that_are_set_between_the_check_and_the_step_count(fused, monkeypatch):
+    fused_like_a_gpu(monkeypatch)
+    found = []
+    for flat in (False, True):
+        model = Net()
+        opt = torch.optim.AdamW(model.parameters(), 0.01, fused=fused)
+        with_masters(model, opt, dtype="fp16", flat_master=flat)
+        scaler = LossScaler("cpu", 2.0**4)
+        for _ in range(3):
+            opt.zero_grad()
+            scaler.scale(model(X).square().mean()).backward()
+            scaler.unscale_(opt)
+            for p in model.parameters():
+                p.grad.data = p.grad.data.clamp(-1e-4, 5e-5)  # the same tensor, other memory
+            scaler.step(opt)
+            scaler.update()
+        found.append([model.state_dict(), opt.state_dict()["state"]])
+    assert_same(*found)

@@ -386,3 +386,17 @@ def test_a_gan_learner_is_refused():
     with pytest.raises(MixedPrecisionError, match="GANLearner"):
         learn.to_bf16()
     assert masters_of(learn.model) is None
+
+
+def test_a_flipped_bit_loads_the_same_state_or_is_one_kind_of_error(tmp_path):
+    state = {"weight": torch.arange(8.0), "n": 3}
+    path = tmp_path / "file.pth"
+    save_checkpoint(state, path)
+    data, n_refused = path.read_bytes(), 0
+    for i in range(len(data)):
+        path.write_bytes(data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :])
+        try:
+            assert_same(load_checkpoint(path), state)
+        except MixedPrecisionError:
+            n_refused += 1
+    assert n_refused > len(data) / 3

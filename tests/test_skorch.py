@@ -475,3 +475,9 @@ def test_compiled_modules(mode):
     net = make(mode, compile=True, compile__backend="eager", **linear).fit(*table())
     same = make(mode, **linear).fit(*table())
     assert_same({k.removeprefix("_orig_mod."): v for k, v in weights(net).items()}, weights(same))
+
+
+@pytest.mark.parametrize("wrong", [torch.amp.GradScaler, LossScaler("cpu"), None])
+def test_a_scaler_of_another_class_is_refused_at_once(wrong):
+    with pytest.raises(TypeError, match="expected the class LossScaler"):
+        make("autocast_fp16", grad_scaler=wrong).initialize()

@@ -263,8 +263,6 @@ class ChunkLoop:
         self.states: dict[tuple, Tensor] = {}  # by vector and name
         self.runs: list[Run] = []
         self.seen = _Seen([], (), [], [])
-        self.grads_of: dict[Run, list[Tensor]] = {}  # from the check to the end of the step
-        self.known: list[Any] = []  # the gradients that they are made of
         self.calls: list[list[Chunk]] = []  # the chunks of each call of the optimizer's step
         self.stepped: list[Parameter] = []  # the parameters in them
         self.n_steps = 0
@@ -280,9 +278,10 @@ class ChunkLoop:
         self._prepare()
         self.shadow.refresh(**given)
         self.n_steps += 1
+        grads = {run: run.grads() for run in self.runs}
         try:
             for chunks in self.calls:
-                self._load(chunks, inv_scale)
+                self._load(chunks, grads, inv_scale)
                 states = {c.param: c.state for c in chunks}
                 n_known = list(map(len, states.values()))
                 states = self.shadow.step(chunks[0].run.group, states)
@@ -293,7 +292,6 @@ class ChunkLoop:
             self._share_numbers()
         finally:
             torch.autograd.graph.increment_version(self.stepped)
-            self.forget()
         self.seen = self.seen._replace(states=list(self.core.state.values()))
         if any(self.loose):
             self._step_loose(inv_scale)
@@ -301,26 +299,18 @@ class ChunkLoop:
     def grads(self) -> list[Tensor]:
         "Return all gradients of the next step, neighbours as one tensor."
         self._prepare()
-        return [*chain(*self.grads_of.values()), *map(_grad, chain(*self.loose))]
-
-    def forget(self) -> None:
-        "Free what `grads` has kept for the step."
-        self.grads_of, self.known = {}, []
+        return [g for run in self.runs for g in run.grads()] + [*map(_grad, chain(*self.loose))]
 
     def _prepare(self):
-        "Make the plan of this step, unless the last one holds, and join neighbours."
+        "Make the plan of this step, unless the last one holds."
         params = [*chain(*(lists := param_lists(self.core)))]
-        grads = list(map(_grad, params))
-        is_known = len(grads) == len(self.known) and all(map(is_, grads, self.known))
-        forms = self.seen.forms if is_known else _forms(grads)
+        forms = _forms(list(map(_grad, params)))
         now = _Seen(params, forms, list(self.core.state.values()), self.masters.vectors)
-        if not (self._is_current(now) and (is_known or self._are_neighbours())):
+        if not (self._is_current(now) and self._are_neighbours()):
             lay_out(self.masters, lists)
             self._take_plan(plan_runs(self.core, self.masters, lists), lists)
             states = list(self.core.state.values())
-            self.seen, is_known = _Seen(params, forms, states, self.masters.vectors), False
-        if not is_known:
-            self.grads_of, self.known = {run: run.grads() for run in self.runs}, grads
+            self.seen = _Seen(params, forms, states, self.masters.vectors)
 
     def _is_current(self, now):
         was = self.seen
@@ -341,10 +331,10 @@ class ChunkLoop:
                 return False
         return True
 
-    def _load(self, chunks, inv_scale):
+    def _load(self, chunks, grads, inv_scale):
         "Give the chunks their gradients, in float32, and widen 16-bit states."
         parts = [
-            c.gather() if c.run.is_gathered else self.grads_of[c.run][0][c.own] for c in chunks
+            c.gather() if c.run.is_gathered else grads[c.run][0][c.own] for c in chunks
         ]
         if inv_scale is not None:
             parts = torch._foreach_mul(parts, inv_scale)
