@@ -278,7 +278,7 @@ class ChunkLoop:
         self._prepare()
         self.shadow.refresh(**given)
         self.n_steps += 1
-        grads = {run: run.grads() for run in self.runs}
+        grads = {run: run.grads() for run in self.runs if not run.is_gathered}
         try:
             for chunks in self.calls:
                 self._load(chunks, grads, inv_scale)
