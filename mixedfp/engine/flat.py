@@ -306,15 +306,16 @@ class ChunkLoop:
         params = [*chain(*(lists := param_lists(self.core)))]
         forms = _forms(list(map(_grad, params)))
         now = _Seen(params, forms, list(self.core.state.values()), self.masters.vectors)
-        if not (self._is_current(now) and self._are_neighbours()):
+        if not self._is_current(now):
             lay_out(self.masters, lists)
             self._take_plan(plan_runs(self.core, self.masters, lists), lists)
             states = list(self.core.state.values())
             self.seen = _Seen(params, forms, states, self.masters.vectors)
 
     def _is_current(self, now):
+        "Return whether the plan holds, and the gradients of each run still lie side by side."
         was = self.seen
-        return (
+        is_same = (
             was.vectors is now.vectors
             and was.forms == now.forms
             and len(was.states) == len(now.states)
@@ -322,14 +323,10 @@ class ChunkLoop:
             and all(map(is_, was.params, now.params))
             and all(v.is_current() for v in now.vectors)
         )
-
-    def _are_neighbours(self):
-        "Return whether the gradients of each run still lie side by side."
-        for run in self.runs:
+        for run in self.runs if is_same else ():
             starts = [] if run.is_gathered else list(map(Tensor.data_ptr, map(_grad, run.params)))
-            if starts and starts != [starts[0] + d for d in run.deltas]:
-                return False
-        return True
+            is_same &= not starts or starts == [starts[0] + d for d in run.deltas]
+        return is_same
 
     def _load(self, chunks, grads, inv_scale):
         "Give the chunks their gradients, in float32, and widen 16-bit states."
