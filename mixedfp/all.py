@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['MixedPrecision', 'mixed_precision', 'MixedPrecisionError', 'PrecisionRecorder', 'PrecisionReport', 'Checkpoint',
            'bn2float', 'model2float', 'model2half', 'to_float', 'to_half', 'Darknet', 'cifar10', 'photos',
-           'NumberFormat', 'is_lost', 'ulp', 'get_master', 'master2model', 'model_g2master_g', 'LossScaler',
-           'MixedStep']
+           'NumberFormat', 'is_lost', 'ulp', 'get_master', 'master2model', 'model_g2master_g', 'LossScaler']
 
 # %% ../nbs/21_all.ipynb #9e5532ff
 from . import fsdp  # noqa: F401  adds `fsdp_ctx` to Learner
@@ -18,12 +17,11 @@ from .examples import Darknet, cifar10, photos
 from .formats import MixedPrecisionError, NumberFormat, is_lost, ulp
 from .master import get_master, master2model, model_g2master_g
 from .scaler import LossScaler
-from .step import MixedStep
 
 # %% ../nbs/21_all.ipynb #134883a6
 _all_ = [
     "MixedPrecision", "mixed_precision", "MixedPrecisionError", "PrecisionRecorder",
     "PrecisionReport", "Checkpoint", "bn2float", "model2float", "model2half",
     "to_float", "to_half", "Darknet", "cifar10", "photos", "NumberFormat", "is_lost", "ulp",
-    "get_master", "master2model", "model_g2master_g", "LossScaler", "MixedStep",
+    "get_master", "master2model", "model_g2master_g", "LossScaler",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ from .master import norm_bias_ids
 from .nested import check_flag, check_positive, check_steps
 from .scaler import LossScaler
 from .sharded import has_shards
-from .step import MixedStep, guard_of
+from .step import MixedTraining, guard_of
 
 # %% ../nbs/10_callback.ipynb #ff809730
 _OF_FASTAI = (AutocastMixedPrecision, NonNativeMixedPrecision)
@@ -112,7 +112,8 @@ class MixedPrecision(Callback):
         scaler = LossScaler(None, first, *rule, dynamic=dynamic, **bounds)
         if policy.dtype != torch.float16:  # scale settings are checked anyway
             scaler = guard_of(policy, max_skips=max_skips)
-        self.mixed = MixedStep(policy, scaler, layer_scales)
+        self.mixed = MixedTraining(policy, scaler, layer_scales)
+        self._true_loss: Any = None  # of this batch, while its loss is scaled
         self._last_loss: Any = None  # the previous batch's loss
         self._suspects: list[tuple] = []  # the last skipped batch, and those that may be skipped
 
@@ -202,18 +203,16 @@ class MixedPrecision(Callback):
         "Begin a batch; its inputs are cast in the model's forward pass, not here."
         if self.mixed.opt is None or self.mixed.opt.opt is not self.learn.opt:  # created in a fit
             self._wrap_opt()
-        if not self.training:
-            return
-        self.mixed.begin()
 
     def before_backward(self) -> None:
         "Scale the loss."
-        self.learn.loss_grad = self.mixed.scale(self.loss_grad)
+        self._true_loss = self.loss_grad
+        self.learn.loss_grad = self.mixed.scaler.scale(self.loss_grad)
 
     def after_backward(self) -> None:
         "Restore the true loss; show the previous one if only this batch overflowed."
-        if self.mixed.loss is not None:
-            self.learn.loss_grad, self.mixed.loss = self.mixed.loss, None
+        if self._true_loss is not None:
+            self.learn.loss_grad, self._true_loss = self._true_loss, None
         loss, last, self._last_loss = self.loss.detach(), self._last_loss, self.loss.detach()
         is_shown = not self.mixed.scaler.is_enabled() or "lr_finder" in vars(self.learn)
         if not is_shown and last is not None and last.shape == loss.shape:
@@ -221,11 +220,11 @@ class MixedPrecision(Callback):
 
     def before_step(self) -> None:
         "Unscale and check the gradients; skip the step if any is inf or nan."
-        self.mixed.unscale()
-        if self.mixed.found is not False:
-            self._suspects = [*self._skipped(), (self._this_batch(), self.mixed.found)]
-        if self.mixed.found is True:
-            self.mixed.skip()
+        found = self.mixed.opt.look()
+        if found is not False:
+            self._suspects = [*self._skipped(), (self._this_batch(), found)]
+        if found is True:
+            self.mixed.opt.skip()
             raise CancelStepException
 
     def _skipped(self, waits=False):
@@ -240,8 +239,9 @@ class MixedPrecision(Callback):
     def after_step(self) -> None:
         "Update the loss scale."
         try:
-            self.mixed.update()
+            self.mixed.scaler.update()
         except MixedPrecisionError as e:
+            self.model.zero_grad()  # the next fit starts clean
             if self._is_searching():
                 raise CancelFitException from None  # no scale helps at this learning rate
             raise MixedPrecisionError(f"{e}\n{self._describe_overflow()}") from None
@@ -251,10 +251,6 @@ class MixedPrecision(Callback):
         if self.training and self._is_searching():
             if not maybe_gather(self.loss.detach()).isfinite().all():  # across all processes
                 raise CancelFitException
-
-    def after_cancel_batch(self) -> None:
-        "End a cancelled batch, so that it does not affect the next."
-        self.mixed.cancel()
 
     def _is_searching(self):
         return "lr_finder" in vars(self.learn)
@@ -307,7 +303,8 @@ class MixedPrecision(Callback):
     @property
     def layer_scales(self) -> dict[str, float]:
         "The layers' own scales, by name; they multiply the loss scale."
-        return {} if self.mixed.layers is None else self.mixed.layers.layer_scales
+        layers = self.mixed.scaler.layers
+        return {} if layers is None else layers.layer_scales
 
     @property
     def scales(self) -> list[float]:

@@ -207,6 +207,7 @@ class LayerwiseGradientScaler:
         self.modules = {m: info for info in self._scaled for m in info.layer.modules()}
         self._handles: list[RemovableHandle] = []
         self.is_scaling, self._is_finite, self._stepped, self._trace = False, None, [], _Trace()
+        self.in_passes = False  # whether `active` puts the hooks on, for a pass; else `scale` does
 
     @property
     def layer_scales(self) -> dict[str, float]:
@@ -223,8 +224,17 @@ class LayerwiseGradientScaler:
 
     def scale(self) -> None:
         "Begin an iteration: from here on, every forward pass of the model is traced."
-        self.begin()
-        self._put_on()
+        self.is_scaling, self._is_finite, self._stepped, self._trace = True, None, [], _Trace()
+        params = {p for info in self._scaled for p in info.layer.parameters()}
+        bare = sum(p.dtype == p.grad_dtype == torch.float16 for p in params)
+        if bare:
+            warn_once(
+                f"{bare} parameters of layers with scales have float16 gradients, which may flush "
+                "to zero when they leave the layer: train float32 masters, with_masters(model, "
+                "optimizer), or set p.grad_dtype = torch.float32"
+            )
+        if not self.in_passes:
+            self._put_on()
 
     def _put_on(self):
         self._take_off()
@@ -247,25 +257,15 @@ class LayerwiseGradientScaler:
         if private.backward_id() == -1:
             self._trace.leave()
 
-    def begin(self) -> None:
-        "Begin an iteration in which only forward passes inside `active` are traced."
-        self.is_scaling, self._is_finite, self._stepped, self._trace = True, None, [], _Trace()
-        params = {p for info in self._scaled for p in info.layer.parameters()}
-        bare = sum(p.dtype == p.grad_dtype == torch.float16 for p in params)
-        if bare:
-            warn_once(
-                f"{bare} parameters of layers with scales have float16 gradients, which may flush "
-                "to zero when they leave the layer: train float32 masters, with_masters(model, "
-                "optimizer), or set p.grad_dtype = torch.float32"
-            )
-
     @contextmanager
     def active(self) -> Iterator[None]:
-        "Trace one forward pass of the model."
+        "Trace one forward pass of the model, which has no hooks before and after it."
+        if not self.is_scaling or not torch.is_grad_enabled():
+            yield
+            return
         try:
-            if self.is_scaling:
-                self._enter(self.model)
-                self._put_on()
+            self._enter(self.model)
+            self._put_on()
             yield
         finally:
             self._trace.end()
@@ -273,7 +273,7 @@ class LayerwiseGradientScaler:
 
     def trace_loss(
         self,
-        loss: Tensor,  # computed from any tensors of a forward pass since `scale` or `begin`
+        loss: Tensor,  # computed from any tensors of a forward pass since `scale`
     ) -> Tensor:  # the same value; call `backward` on it
         "Scale the graph of `loss`, layer by layer."
         if not self._scaled or not self.is_scaling or loss.grad_fn is None:

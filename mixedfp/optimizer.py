@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .cast import Policy
 from .engine.masters import masters_of
 from .sharded import sharded_modules
-from .step import MasterStep, MixedStep
+from .step import MasterStep, MixedTraining
 from .torch_private import uncompiled
 
 # %% ../nbs/09_optimizer.ipynb #abb9179a
@@ -84,7 +84,7 @@ def with_masters(
     masters: Any = masters_of(inner)
     is_new = masters is None
     if is_new:
-        mixed = MixedStep(policy)
+        mixed = MixedTraining(policy)
         mixed.attach(inner)
         masters = mixed.masters
     elif masters.policy != policy:

@@ -318,7 +318,8 @@ class LossScaler(GradScaler):
         self._pending: list[Any] = []  # what was found in steps that the host has not read yet
         self._ahead: Any = None  # the scale and growth after them, on the device
         self._scales, self._skipped = array("f"), []  # of each step; the skipped ones
-        self._begin_layers()
+        if enabled and layers is not None:
+            layers.scale()
 
     @property
     def scales(self) -> list[float]:
@@ -348,10 +349,6 @@ class LossScaler(GradScaler):
         "Return the scale of the next iteration. Sync: the last step."
         self._settle()
         return self._now.scale if self.is_enabled() else 1.0
-
-    def _begin_layers(self):
-        if self.is_enabled() and self.layers is not None and not self.layers.is_scaling:
-            self.layers.scale()
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or the losses in a list, tuple or dict, by the scale of this iteration.
@@ -584,10 +581,11 @@ class LossScaler(GradScaler):
     def state_dict(self) -> dict:
         "Return the scale, its settings and the counts; `torch.amp.GradScaler` can load them."
         self._settle()
-        state = {} if self.only_checks else super().state_dict()
+        state: dict[str, Any] = {} if self.only_checks else super().state_dict()
         if state:
             state |= dict(_growth_tracker=self._now.growth, skips_in_a_row=self._now.skips)
-            state |= {} if self.layers is None else dict(layers=self.layers.state_dict())
+        if self.is_enabled() and self.layers is not None:
+            state["layers"] = self.layers.state_dict()
         return state
 
     def check_state(self, state_dict: Mapping) -> None:
@@ -611,13 +609,13 @@ class LossScaler(GradScaler):
         Raises: TypeError, ValueError for an invalid state, before anything is changed.
         """
         self.check_state(state_dict)
+        if self.is_enabled() and self.layers is not None and "layers" in state_dict:
+            self.layers.load_state_dict(state_dict["layers"])
         if self.is_enabled() and not self.only_checks:
             super().load_state_dict(state_dict)  # pyright: ignore
             self._settle()
             counts = state_dict["_growth_tracker"], state_dict.get("skips_in_a_row", 0)
             self._now = _Progress(self._bounded(state_dict["scale"]), *counts)
-            if self.layers is not None and "layers" in state_dict:
-                self.layers.load_state_dict(state_dict["layers"])
 
     def __getstate__(self) -> dict:
         """Return the state for a copy or pickle, without optimizers."""

@@ -167,7 +167,7 @@ class _Components:
             model = next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
             masters, scaler = Masters(model, policy), self.grad_scaler_
             for opt in optimizers:
-                MasterStep(opt, masters, {"loss_scale": scaler if scaler.is_enabled() else None})
+                MasterStep(opt, masters, scaler)
 
     def __setstate__(self, state: dict) -> None:
         """Load a pickle, whose optimizer is a plain one, and create masters."""

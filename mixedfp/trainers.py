@@ -25,7 +25,7 @@ from .formats import MixedPrecisionError
 from .optimizer import masters_of, with_masters
 from .scaler import LossScaler
 from .sharded import has_shards
-from .step import MixedStep
+from .step import MixedTraining
 
 # %% ../nbs/15_trainers.ipynb #f15a0025
 class _Setup(NamedTuple):
@@ -49,7 +49,7 @@ class _Setup(NamedTuple):
         if optimizers:
             with_masters(model, *optimizers, **self.settings)
         elif masters_of(model) is None and any(p.requires_grad for p in model.parameters()):
-            MixedStep(Policy(**self.settings)).attach(model)
+            MixedTraining(Policy(**self.settings)).attach(model)
 
     def logs(self, models) -> dict[str, float]:
         "Return the loss scale (in float16) and the number of skipped steps (in 16 bits)."

@@ -22,7 +22,7 @@ from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler, Verdict
 from mixedfp.skorch import MixedPrecisionMixin
-from mixedfp.step import MixedStep
+from mixedfp.step import MixedTraining
 
 SCALE = dict(init_scale=8.0, growth_interval=3)
 
@@ -70,19 +70,18 @@ def by_hand(dtype, factors, flat, kind="opt", has_closure=False):
     return net, opt.masters.skipped
 
 
-def by_mixed_step(dtype, factors, flat):
-    """Train by the verbs of `MixedStep`."""
+def by_trainer(dtype, factors, flat):
+    """Train as a trainer does."""
     scaler = LossScaler("cpu", **SCALE) if dtype == "fp16" else None
-    net, mixed = Net(), MixedStep(Policy(dtype, flat_master=flat), scaler)
+    net, mixed = Net(), MixedTraining(Policy(dtype, flat_master=flat), scaler)
     opt = torch.optim.SGD(net.parameters(), lr=2.0**-10)
     mixed.attach(net)
     mixed.wrap(opt)
     for factor in factors:
         opt.zero_grad()
-        mixed.begin()
-        mixed.scale(net(torch.ones(1, 1)).sum() * factor).backward()
-        opt.step() if mixed.unscale() else mixed.skip()
-        mixed.update()
+        mixed.scaler.scale(net(torch.ones(1, 1)).sum() * factor).backward()
+        mixed.opt.skip() if mixed.opt.look() is True else opt.step()
+        mixed.scaler.update()
     return net, mixed.scaler.skipped
 
 
@@ -138,7 +137,7 @@ FRONTS = {
     "a closure": lambda *a: by_hand(*a, has_closure=True),
     "LossScaler": lambda *a: by_hand(*a, kind="LossScaler"),
     "GradScaler": lambda *a: by_hand(*a, kind="GradScaler"),
-    "MixedStep": by_mixed_step,
+    "MixedTraining": by_trainer,
     "a Learner": by_learner,
     "skorch": by_skorch,
 }
@@ -170,7 +169,7 @@ def test_30_skips_in_a_row_stop_the_training(front, dtype, flat):
     assert re.search(r"parameter 0 of group 0, shape \(1, 1\)", str(e.value))
 
 
-@pytest.mark.parametrize("front", ["a loop", "MixedStep", "a Learner", "skorch"])
+@pytest.mark.parametrize("front", ["a loop", "MixedTraining", "a Learner", "skorch"])
 def test_where_no_scale_explains_a_skip_there_is_one_warning(front, warnings_of):
     FRONTS[front]("bf16", [1.0, math.inf, 1.0, math.nan], False)
     assert len([text for text in warnings_of() if text.startswith("a step was skipped")]) == 1

@@ -98,12 +98,12 @@ def grads(model, x, scales=None, loss=total, active=False):
     for p, dtype in zip(model.parameters(), kinds, strict=True):
         p.grad_dtype = dtype
     scaler = LayerwiseGradientScaler(model, scales or {})
-    if active:  # as a trainer does
-        scaler.begin()
+    scaler.in_passes = active  # as in a trainer
+    scaler.scale()
+    if active:
         with scaler.active():
             out = model.forward(x)
     else:
-        scaler.scale()
         out = model(x)
     scaler.trace_loss(loss(out)).backward()
     assert scaler.unscale() and not scaler.get_backward_hooks() and not n_hooks(model)
@@ -328,12 +328,14 @@ def test_after_an_exception_the_next_iteration_is_right(active, error):
     model, x = nn.Sequential(nn.Linear(4, 4), box()), torch.randn(5, 4)
     plain = list(grads(model, x).values())
     scaler = LayerwiseGradientScaler(model, {"0": 8.0, "1.0": 2.0**10, "1": 2.0})
+    scaler.in_passes = active
     scaler.scale()
     handle = model[1][1].register_forward_pre_hook(stop)
     with pytest.raises(error), scaler.active() if active else contextlib.nullcontext():
         model(x)
     handle.remove()
     assert len(scaler.get_backward_hooks()) == n_hooks(model) == (0 if active else 2 * 8)
+    scaler.in_passes = False
     scaler.scale()
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))  # has hooks that do nothing
     copied(x * math.inf)
@@ -369,5 +371,5 @@ def test_a_bare_16_bit_model_is_warned_of_flushing(caplog):
     for dtype, n in ((torch.float32, 0), (torch.float16, 1), (None, 1)):
         for p in net.parameters():
             p.grad_dtype = dtype
-        LayerwiseGradientScaler(net, {"0": 2.0, "2": 2.0}).begin()
+        LayerwiseGradientScaler(net, {"0": 2.0, "2": 2.0}).scale()
         assert caplog.text.count("4 parameters of layers with scales have float16") == n

@@ -23,7 +23,7 @@ from mixedfp.diagnose import precision_audit
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
-from mixedfp.step import MixedStep
+from mixedfp.step import MixedTraining
 from mixedfp.testing import assert_same
 
 N = 4
@@ -153,7 +153,7 @@ def refused(mesh):
         assert n_hooks(model) == hooks and "masters" not in vars(opt)
     learn = make_learner(model=sharded(mesh))
     for mix in (
-        lambda: MixedStep(Policy(dtype="bf16"), layer_scales={}).attach(sharded(mesh)),
+        lambda: MixedTraining(Policy(dtype="bf16"), layer_scales={}).attach(sharded(mesh)),
         lambda: learn.to_fp16(flat_master=True).fit(1),
         lambda: learn.fit(1, cbs=Checkpoint("run")),
     ):

@@ -1,8 +1,8 @@
 """The verbs of a training step, in any order that hypothesis makes up.
 
-Two sides do the same, and agree after each verb, bit for bit: `MixedStep` in float32 and plain
+Two sides do the same, and agree after each verb, bit for bit: `MixedTraining` in float32 and plain
 training, which knows of no scale and no master; in 16 bits, flat masters and a master for each
-parameter, and `MixedStep` and a loop by hand. What a rule's precondition leaves out is not
+parameter, and `MixedTraining` and a loop by hand. What a rule's precondition leaves out is not
 promised. A failure prints its program, made small. More programs: `MORE_PROGRAMS=20 pytest
 tests/test_state_machine.py` makes twenty times as many.
 """
@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 from mixedfp.cast import Policy
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
-from mixedfp.step import MixedStep, guard_of
+from mixedfp.step import MixedTraining, guard_of
 from mixedfp.testing import assert_same
 
 
@@ -192,14 +192,14 @@ def scaler_of(scale):
 
 
 class Mixed(Plain):
-    """The same through `MixedStep`."""
+    """The same through `MixedTraining`, as a trainer."""
 
     def attach(self):
         """Hand model and optimizer over."""
         if not hasattr(self, "mixed"):
             scale = self.setup.scale
             policy = Policy(dtype=self.setup.dtype, flat_master=self.setup.flat)
-            self.mixed = MixedStep(policy, scaler_of(scale) if scale else guard_of(policy))
+            self.mixed = MixedTraining(policy, scaler_of(scale) if scale else guard_of(policy))
         self.mixed.attach(self.model)
         self.mixed.wrap(self.opt)
 
@@ -209,12 +209,11 @@ class Mixed(Plain):
 
     def backward(self, batch):
         """Add the gradients of a batch, multiplied by the scale, to those that are there."""
-        self.mixed.begin()
-        self.mixed.scale(batch.loss(self.model)).backward()
+        self.mixed.scaler.scale(batch.loss(self.model)).backward()
 
     def unscale(self):
         """Unscale and check."""
-        return self.mixed.unscale()
+        return self.mixed.opt.look() is not True
 
     def step(self):
         """Step the masters."""
@@ -222,11 +221,11 @@ class Mixed(Plain):
 
     def skip(self):
         """Skip."""
-        self.mixed.skip()
+        self.mixed.opt.skip()
 
     def update(self):
         """End the iteration."""
-        self.mixed.update()
+        self.mixed.scaler.update()
 
     def load_model(self, state):
         """Load weights and buffers."""
@@ -412,7 +411,7 @@ class HalfLaws(Laws):
 
 
 class HandLaws(Laws):
-    """In 16 bits: `MixedStep` and a loop by hand."""
+    """In 16 bits: `MixedTraining` and a loop by hand."""
 
     dtypes, opts = [torch.float16, torch.bfloat16], ["torch SGD", "torch AdamW"]
     twin_of = staticmethod(ByHand)

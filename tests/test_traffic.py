@@ -22,7 +22,7 @@ from mixedfp.diagnose import memory_of  # noqa: E402
 from mixedfp.formats import MixedPrecisionError  # noqa: E402
 from mixedfp.optimizer import with_masters  # noqa: E402
 from mixedfp.scaler import LossScaler, any_nonfinite  # noqa: E402
-from mixedfp.step import MixedStep  # noqa: E402
+from mixedfp.step import MixedTraining  # noqa: E402
 
 allocated = traffic.device.allocated
 EACH, FLAT, HALF, SMALLEST = list(traffic.MODES)[1:]
@@ -88,7 +88,7 @@ def test_the_check_takes_at_most_five_launches_and_one_read():
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler", "MixedStep"])
+@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler", "trainer"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_with_a_fused_optimizer_no_step_waits(dtype, kind, flat):
     model, x = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8)).cuda(), torch.ones(4, 8).cuda()
@@ -96,19 +96,18 @@ def test_with_a_fused_optimizer_no_step_waits(dtype, kind, flat):
     with_masters(model, opt, dtype=dtype, flat_master=flat)
     make = {"LossScaler": LossScaler, "GradScaler": GradScaler}.get(kind)
     scaler = LossScaler(enabled=False) if make is None else make("cuda")
-    if kind == "MixedStep":
-        mixed = MixedStep(opt.masters.policy)
+    if kind == "trainer":
+        mixed = MixedTraining(opt.masters.policy)
         opt.masters.restore()
         mixed.attach(model), mixed.wrap(opt)
     waits = []
     for _ in range(4):
         before = traffic.device.counts()
-        if kind == "MixedStep":  # as a Learner does
-            mixed.begin()
-            mixed.scale(model(x).square().mean()).backward()
-            assert mixed.unscale()
+        if kind == "trainer":  # as a Learner does
+            mixed.scaler.scale(model(x).square().mean()).backward()
+            assert mixed.opt.look() is not True
             opt.step()
-            mixed.update()
+            mixed.scaler.update()
         else:
             scaler.scale(model(x).square().mean()).backward()
             scaler.step(opt)
