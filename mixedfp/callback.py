@@ -7,8 +7,9 @@ __all__ = ['mixed_precision', 'MixedPrecision', 'PrecisionRecorder']
 
 # %% ../nbs/10_callback.ipynb #5e80e5ff
 import copy
+import inspect
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -31,6 +32,7 @@ from .diagnose import Overflow, PrecisionAudit, PrecisionReport
 from .formats import MixedPrecisionError
 from .master import norm_bias_ids
 from .nested import check_flag, check_positive, check_steps
+from .optimizer import with_masters
 from .scaler import LossScaler
 from .sharded import has_shards
 from .step import MixedTraining, guard_of
@@ -78,6 +80,7 @@ class MixedPrecision(Callback):
     order = 10  # like fastai's own: GradientAccumulation runs before it, GradientClip after it
     learn: Any = _SetLearn()
 
+    @delegates(with_masters)
     def __init__(
         self,
         loss_scale: float = 512.0,  # > 0; the constant scale, or the initial one if `dynamic`
@@ -92,19 +95,11 @@ class MixedPrecision(Callback):
         max_skips: int = 30,  # in a row; then an error names the layers
         enabled: bool = True,  # fastai's switch for scaling
         layer_scales: Mapping[str, float] | None = None,  # by layer name
-        keep_fp32: type | str | Iterable[type | str] = (),  # kept in float32: types, names, globs
-        autocast: bool = True,  # the forward pass runs under torch.autocast; False: all in 16 bits
-        native: bool = False,  # use a CPU's 16-bit kernels even if they are slow
-        state_dtype: Mapping[str, torch.dtype] | None = None,  # flat: states in 16 bits; lossy
-        half_grads: bool = False,  # flat: gradients stay scaled and in 16 bits until the step
-        skip_nonfinite: bool = True,  # without a loss scale: skip a step with inf or nan
+        **kwargs: Any,  # the other settings of `with_masters`
     ):
         vars(self)["learn"] = None
-        settings: Any = dict(dtype=dtype, flat_master=flat_master, keep_fp32=keep_fp32)
-        settings |= dict(autocast=autocast, native=native, skip_nonfinite=skip_nonfinite)
-        settings |= dict(state_dtype=state_dtype, half_grads=half_grads)
-        policy = Policy(**settings)
-        if half_grads and layer_scales is not None:
+        policy = Policy(dtype, flat_master, **kwargs)  # pyright: ignore
+        if policy.half_grads and layer_scales is not None:
             raise ValueError("half_grads=True leaves gradients scaled: omit layer_scales")
         first = check_positive("loss_scale", loss_scale)
         rule = growth_factor, backoff_factor, growth_interval, check_flag("enabled", enabled)
@@ -410,14 +405,18 @@ def to_fp16(
 
 
 @patch
-@delegates(MixedPrecision.__init__)
+@delegates(with_masters, but=["dtype"])
 def to_bf16(
     self: Learner,
     flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
-    **kwargs,  # the other settings of `MixedPrecision`
+    max_skips: int = 30,  # in a row; then an error names the layers
+    **kwargs,  # the other settings of `with_masters`
 ) -> Learner:  # itself
     "Train in bfloat16 with float32 masters; its range needs no loss scale."
-    return _use(self, MixedPrecision(flat_master=flat_master, dtype=torch.bfloat16, **kwargs))
+    for name in kwargs.keys() - inspect.signature(Learner.to_bf16).parameters.keys():
+        raise TypeError(f"to_bf16() has no setting {name!r}: MixedPrecision() may have it")
+    kwargs |= dict(flat_master=flat_master, max_skips=max_skips, dtype=torch.bfloat16)
+    return _use(self, MixedPrecision(**kwargs))
 
 
 @patch

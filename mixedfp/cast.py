@@ -207,19 +207,19 @@ def model2float(
 # %% ../nbs/04_cast.ipynb #policy01
 @dataclass(frozen=True)
 class Policy:
-    """The settings of a training in 16 bits, checked and normalised.
+    """The settings of a training in 16 bits, checked and normalised; see `with_masters`.
 
     Raises: TypeError, MixedPrecisionError for settings that contradict each other.
     """
 
-    dtype: torch.dtype = torch.float16  # of the copies and the computation; or a name: "bf16"
-    flat_master: bool = False  # whether the masters are slices of one vector
-    keep_fp32: tuple = ()  # module types, names and globs of the parts that stay in 32 bits
-    autocast: bool = True  # whether the forward pass runs under `torch.autocast`
-    native: bool = False  # whether a CPU multiplies in 16 bits even if that is slow
-    state_dtype: Mapping[str, torch.dtype] | None = None  # of optimizer states kept in 16 bits
-    half_grads: bool = False  # whether gradients stay in 16 bits until the step
-    skip_nonfinite: bool = True  # whether nonfinite gradients skip the step
+    dtype: torch.dtype = torch.bfloat16  # of the copies and the computation; or a name: "bf16"
+    flat_master: bool = False  # parameters in a few long vectors: fewer kernels
+    keep_fp32: tuple = ()  # kept in float32: module types, names, globs; or one of them
+    autocast: bool = True  # the forward pass runs under `torch.autocast`; False: all in 16 bits
+    native: bool = False  # use a CPU's 16-bit kernels even if they are slow
+    state_dtype: Mapping[str, torch.dtype] | None = None  # flat: states in 16 bits; lossy
+    half_grads: bool = False  # flat: gradients stay scaled and in 16 bits until the step
+    skip_nonfinite: bool = True  # without a loss scale: skip a step with inf or nan
 
     def __post_init__(self):
         """Check and normalise the fields."""

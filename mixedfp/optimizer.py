@@ -54,7 +54,7 @@ def _check_optimizers(model, optimizers):
 def with_masters(
     model: nn.Module,  # in float32; its parameters stay the same objects
     *optimizers: Optimizer,  # over its parameters; new or already used
-    dtype: torch.dtype | str = torch.float16,  # of the computation; or a name such as "bf16"
+    dtype: torch.dtype | str = torch.bfloat16,  # of the computation; or a name such as "fp16"
     flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
     keep_fp32: type | str | Iterable[type | str] = (),  # kept in float32: types, names, globs
     autocast: bool = True,  # the forward pass runs under torch.autocast; False: all in 16 bits
@@ -65,7 +65,8 @@ def with_masters(
 ) -> tuple:  # the model and each of `optimizers`: the same objects
     """Train `model` in 16 bits: its float32 parameters are the masters that `optimizers` step.
 
-    Each forward pass rounds the parameters into 16-bit copies. Call it before or after
+    Each forward pass rounds the parameters into 16-bit copies; float16 also needs a `LossScaler` or
+    `torch.amp.GradScaler`. Call it before or after
     `DistributedDataParallel` and `torch.compile`, and after `fully_shard`, whose float32 shards are
     the masters. With `dtype=torch.float32` no result changes. `opt.masters` has `restore()`, which
     ends mixed precision, `skipped`, which lists skipped steps, and `float_model()`.
@@ -77,6 +78,11 @@ def with_masters(
     """
     flags: Any = autocast, native, state_dtype, half_grads, skip_nonfinite
     policy = Policy(dtype, flat_master, keep_fp32, *flags)  # pyright: ignore
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"`model` is a {type(model).__name__}: expected a module, then its optimizers, "
+            "with_masters(model, optimizer)"
+        )
     inner = uncompiled(model.module if isinstance(model, DistributedDataParallel) else model)
     for m in sharded_modules(inner).values():
         m.reshard()

@@ -211,12 +211,15 @@ def nonfinite_names(optimizer: Any) -> list[str]:
 
 
 def _names(optimizer, is_wanted):
-    found = []
+    found, masters = [], vars(optimizer).get("masters")
+    named = () if masters is None else masters.model.named_parameters()
+    names = {p: name for name, p in named}
     for i, group in enumerate(_groups(optimizer)):
         for j, p in enumerate(group["params"]):
             if p.grad is not None and is_wanted(p.grad):
                 position = f"parameter {j} of group {i}, shape {tuple(p.shape)}"
-                found.append(group["param_names"][j] if "param_names" in group else position)
+                own = group["param_names"][j] if "param_names" in group else position
+                found.append(names.get(p, own))
     return found
 
 

@@ -52,7 +52,8 @@ def learner(rank, folder):
 def loop(rank, folder):
     """Train by hand under DDP; the first process writes a file."""
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.BatchNorm1d(8))
-    model, opt = with_masters(model, torch.optim.AdamW(model.parameters(), 0.1), flat_master=True)
+    opt = torch.optim.AdamW(model.parameters(), 0.1)
+    with_masters(model, opt, dtype="fp16", flat_master=True)
     scaler = LossScaler("cpu", init_scale=2.0**20, growth_interval=3)
     parts, file, states = dict(model=model, opt=opt, scaler=scaler), folder / "run.pt", {}
     if file.exists():

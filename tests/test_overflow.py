@@ -205,7 +205,8 @@ def test_a_model_that_keeps_the_module_in_32_bits_is_healthy():
     model = new(Residual, "middle", "value")
     found = find_overflow(model, batch(), loss_func)
     assert found.fix == "to_fp16(keep_fp32=['middle'])"
-    kept, _ = with_masters(model, torch.optim.SGD(model.parameters(), 0.1), keep_fp32=["middle"])
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    kept, _ = with_masters(model, opt, dtype="fp16", keep_fp32=["middle"])
     assert find_overflow(kept, batch(), loss_func) is None
     assert find_overflow(kept, batch(), loss_func, keep_fp32=()).module == "middle"
     assert find_overflow(kept, batch(), loss_func, dtype="fp16") is None

@@ -210,7 +210,7 @@ def test_inputs_out_of_range_are_named_by_column():
 def test_a_model_that_keeps_modules_in_32_bits_is_taken_as_it_is():
     model, batch = make("conv", 1, FAULTS["within"][0]()), batch_of("conv")
     opt = torch.optim.SGD(model.parameters(), 0.1)
-    kept, _ = with_masters(model, opt, keep_fp32=["fault"])
+    kept, _ = with_masters(model, opt, dtype="fp16", keep_fp32=["fault"])
     report = precision_report(kept, [batch], loss_func)
     assert report.verdicts == {} and report.line == "to_fp16(keep_fp32=['fault'])"
     assert precision_report(kept, [batch], loss_func, keep_fp32=()).causes == ["fault"]

@@ -214,6 +214,7 @@ class Copies:
     @torch.no_grad()
     def _take_writes(self, done, versions):
         "Write what a module has written into a copy to the parameter; copy that one no more."
+        names = {p: name for name, p in self.model.named_parameters()}
         for i, (p, c) in enumerate(zip(self.params, done.copies, strict=True)):
             if versions[i] == done.version:
                 continue
@@ -222,8 +223,8 @@ class Copies:
                 p.copy_(torch.where(is_same, p, c.to(p.dtype)))
                 self.kept.update(m for m, _, k in self.places if k == i)
                 warn_once(
-                    f"a parameter of shape {tuple(p.shape)} was written in the forward pass: the "
-                    "new values are kept, and from now on its module reads it in float32"
+                    f"the parameter {names.get(p)!r} was written in the forward pass: the new "
+                    "values are kept, and from now on its module reads it in float32"
                 )
         self.find()
 

@@ -1,0 +1,67 @@
+"""Wrong arguments of the main functions are refused by a sentence that names them."""
+
+import inspect
+
+import pytest
+import torch
+from tiny import make_learner
+from torch import nn
+
+from mixedfp.callback import MixedPrecision
+from mixedfp.formats import MixedPrecisionError
+from mixedfp.optimizer import masters_of, with_masters
+from mixedfp.scaler import LossScaler
+
+NET = nn.Linear(2, 2)
+SGD = torch.optim.SGD(NET.parameters(), 0.1)
+MISTAKES = {
+    "swapped": ((SGD, NET), "`model` is a SGD: expected a module, then its optimizers"),
+    "generator first": ((NET.parameters(), SGD), "`model` is a generator: expected a module"),
+    "generator": ((NET, NET.parameters()), "`optimizer` is a generator: expected a torch.optim"),
+    "list": ((NET, [SGD]), "`optimizer` is a list: expected a torch.optim optimizer"),
+    "no optimizer": ((NET,), "no optimizer is given"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_with_masters_says_what_it_expected(name):
+    given, words = MISTAKES[name]
+    with pytest.raises(TypeError, match=words):
+        with_masters(*given)
+    assert masters_of(NET) is None and "forward" not in vars(NET)
+
+
+def test_the_dtype_is_bfloat16_unless_another_is_given():
+    model = nn.Linear(2, 2)
+    with_masters(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert masters_of(model).policy.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "name", ["dtype", "loss_scale", "growth_interval", "enabled", "remainders"]
+)
+def test_to_bf16_takes_only_what_it_uses(name):
+    learn = make_learner()
+    with pytest.raises(TypeError, match=f"to_bf16.. has no setting '{name}'"):
+        learn.to_bf16(**{name: 1})
+    assert not hasattr(learn, "mp_cb") and "forward" not in vars(learn.model)
+    assert name not in inspect.signature(learn.to_bf16).parameters
+
+
+@pytest.mark.parametrize("make", [MixedPrecision, make_learner().to_bf16, make_learner().to_fp16])
+def test_every_setting_of_with_masters_is_in_the_signature(make):
+    own = inspect.signature(make).parameters
+    given = inspect.signature(with_masters).parameters
+    shared = {k: p.default for k, p in given.items() if p.kind == p.KEYWORD_ONLY and k != "dtype"}
+    assert "kwargs" not in own and shared == {k: own[k].default for k in shared}
+
+
+def test_errors_name_parameters_as_the_model_does():
+    model = nn.ModuleDict(dict(body=nn.Linear(2, 2), head=nn.Linear(2, 2)))
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with_masters(model, opt, dtype="fp16")
+    scaler = LossScaler(max_skips=1)
+    scaler.scale(model["head"].weight.sum() * torch.inf).backward()
+    scaler.step(opt)
+    with pytest.raises(MixedPrecisionError, match="in the gradients of head.weight."):
+        scaler.update()
