@@ -5,7 +5,6 @@ and stop after the same number of skips in a row.
 """
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -166,7 +165,7 @@ def test_30_skips_in_a_row_stop_the_training(front, dtype, flat):
     FRONTS[front](dtype, [1.0] + 29 * [math.inf] + [1.0] + 29 * [math.nan] + [1.0], flat)
     with pytest.raises(MixedPrecisionError, match="30 steps in a row were skipped") as e:
         FRONTS[front](dtype, [1.0] + 30 * [math.inf] + [1.0], flat)
-    assert re.search(r"parameter 0 of group 0, shape \(1, 1\)", str(e.value))
+    assert "in the gradients of weight. " in str(e.value)
 
 
 @pytest.mark.parametrize("front", ["a loop", "MixedTraining", "a Learner", "skorch"])

@@ -40,6 +40,25 @@ def test_the_core_loads_torch_alone():
     assert loaded_by("\n".join(f"import mixedfp.{name}" for name in names)) == []
 
 
+OF_FASTAI = "MixedPrecision mixed_precision PrecisionRecorder Checkpoint Darknet cifar10 photos"
+
+
+def test_a_name_of_the_package_loads_its_own_module_alone():
+    names = ", ".join({*mixedfp.__all__} - {*OF_FASTAI.split()})
+    assert loaded_by(f"from mixedfp import {names}") == []
+    lazy = "import sys, mixedfp; print(*(m for m in sys.modules if m in ('torch', 'fastcore')))"
+    assert printed_by(lazy) == [] and {*mixedfp.__all__} <= {*dir(mixedfp)}
+    with pytest.raises(ImportError, match="cannot import name 'with_mastres'"):
+        exec("from mixedfp import with_mastres")
+
+
+def test_the_star_import_has_every_name_of_the_package_and_no_trainer():
+    loads = "lightning", "transformers", "accelerate", "skorch"
+    code = "import sys\nfrom mixedfp.all import __all__ as names\nprint(*names)"
+    code += f"\nprint(*(m for m in {loads} if m in sys.modules))"
+    assert {*printed_by(code)} == {*mixedfp.__all__}
+
+
 def test_a_late_import_is_seen():
     """The positive control: what loads one of them, wherever, is caught."""
     assert loaded_by("def f():\n    import matplotlib\nf()") == ["matplotlib"]
