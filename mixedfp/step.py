@@ -144,15 +144,28 @@ class MasterStep:
             )
         is_sam = closure is not None and hasattr(self.core, "first_step")
         if is_sam or isinstance(self.core, torch.optim.LBFGS):
-            raise MixedPrecisionError(
-                f"{type(self.core).__name__} calls its closure several times, so a step cannot be "
-                "skipped: train in bfloat16 with skip_nonfinite=False"
-            )
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            self.step()
-            return loss
+            raise self._calls_again()
+        if closure is None:
+            return self._step()
+        with torch.enable_grad():
+            loss = closure()
+        results = [loss]  # some optimizers use it
+
+        def once():
+            if not results:
+                raise self._calls_again()
+            return results.pop()
+
+        self._step(once)
+        return loss
+
+    def _calls_again(self):
+        return MixedPrecisionError(
+            f"{type(self.core).__name__} calls its closure several times, so a step cannot be "
+            "skipped: train in bfloat16 with skip_nonfinite=False"
+        )
+
+    def _step(self, *closure):
         private.count_as_stepped(self.core)
         given, guard = vars(self.core), self.guard
         scaler = given.get("found_by", guard)  # a `LossScaler` that steps this optimizer, if any
@@ -160,7 +173,7 @@ class MasterStep:
             found: Any = self.read(Flag(given["found_inf"]))
             is_left = given.get("grad_scale") is None or isinstance(found, Flag)  # to the kernel
             inv_scale = None if is_left else 1 / float(given["grad_scale"])
-            done = self._step_once(Verdict(found, inv_scale))
+            done = self._step_once(Verdict(found, inv_scale), closure)
             guard.count([found])
             guard.stop_if_hopeless(self.core)
             return done
@@ -170,7 +183,8 @@ class MasterStep:
             if self.masters.policy.dtype == torch.float16 and scaler.only_checks:
                 warn_once(_NO_SCALE)
         verdict = scaler.look(self.core)
-        done = self._step_once(verdict._replace(found_inf=self.read(verdict.found_inf)))
+        verdict = verdict._replace(found_inf=self.read(verdict.found_inf))
+        done = self._step_once(verdict, closure)
         if is_alone:
             guard.update()
         if scaler is not guard:
@@ -192,52 +206,41 @@ class MasterStep:
         is_read = not self.skips_itself or not isinstance(found, Flag) or found.is_on_host
         return bool(found) if is_read else found
 
-    def _step_once(self, verdict):
+    def _step_once(self, verdict, closure):
+        "Step, unless gradients are nonfinite; a kernel that gets a flag decides by itself."
         found, inv_scale = verdict
-        if isinstance(found, Flag):
-            return self._step_fused(found)
-        if found:
+        is_flag, own = isinstance(found, Flag), vars(self.core)
+        if not is_flag and found:
             return self.skip()
-        if inv_scale is not None and not self.masters.policy.half_grads:
+        told = {k: own[k] for k in ("grad_scale", "found_inf") if k in own}  # by a scaler
+        given = dict.fromkeys(told)  # the gradients must not be unscaled again
+        if is_flag:
+            given = {"grad_scale": None, **told, "found_inf": found.on_device}
+            inv_scale = None
+        elif inv_scale is not None and not self.masters.policy.half_grads:
             torch._foreach_mul_(grads_of(self.core), inv_scale)
             inv_scale = None
-        done = self._step_raw() if self.loop is None else self._step_chunks(inv_scale=inv_scale)
-        self._end()
-        return done
-
-    def _step_fused(self, found):
-        "Let the kernel skip or step, and restore buffers on the device if it skips."
-        own, done = vars(self.core), None
-        given = {k: own[k] for k in ("grad_scale", "found_inf") if k in own}
-        new = {"grad_scale": None, **given, "found_inf": found.on_device}
         if self.loop is not None:
-            self._step_chunks(**new)
+            done = self._step_chunks(inv_scale, given)
         else:
-            own.update(new)
+            own.update(given)
             try:
-                done = self.raw["step"]()
+                done = self.raw["step"](*closure)
             finally:
-                del own["grad_scale"], own["found_inf"]
-                own.update(given)
-        self.masters.snapshot.restore(self._own_params(), found.on_device)
+                for k in given:
+                    own.pop(k, None)
+                own.update(told)
+        if is_flag:
+            self.masters.snapshot.restore(self._own_params(), found.on_device)
         self._end()
         return done
 
-    def _step_raw(self):
-        "Run the optimizer's own step; the gradients are unscaled and must not be rescaled."
-        told = {k: vars(self.core)[k] for k in ("grad_scale", "found_inf") if k in vars(self.core)}
-        vars(self.core).update(dict.fromkeys(told))
-        try:
-            return self.raw["step"]()
-        finally:
-            vars(self.core).update(told)
-
-    def _step_chunks(self, **given):
+    def _step_chunks(self, inv_scale, given):
         is_torch = isinstance(self.core, torch.optim.Optimizer)
         before, after = private.hooks_around_step(self.core) if is_torch else ([], [])
         for hook in before:
             hook(self.core, (), {})
-        self.loop.step(**given)
+        self.loop.step(inv_scale, **given)
         for hook in after:
             hook(self.core, (), {})
 
