@@ -2,40 +2,50 @@
 
 `how.give(model, opt)` is `with_masters(model, opt, dtype=...)` or nothing, and `how.scaler()` a
 `LossScaler`, a `GradScaler` or one that is turned off. `how.autocast()` stands where such a script
-has it, and does nothing with masters. A script returns its loss over fixed data after training.
+has it, and does nothing with masters. A script returns its model and its loss over fixed data. What
+else it computes, such as an average of the weights, it compares with the same by hand.
 """
 
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.testing import assert_close
 
+from mixedfp.engine.forward import computing
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
+from mixedfp.testing import assert_same
 
 
 @dataclass
 class How:
-    """How a script computes: in "float32", under "autocast", or with "masters"."""
+    """How a script computes: in "float32", under "autocast", or with "masters" or "flat" ones."""
 
     kind: str
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def is_mixed(self):
+        return self.kind in ("masters", "flat")
+
     def give(self, model, *opts):
         """The first line that changes."""
-        if self.kind == "masters":
-            with_masters(model, *opts, dtype=self.dtype)
+        if self.is_mixed:
+            with_masters(model, *opts, dtype=self.dtype, flat_master=self.kind == "flat")
 
     def scaler(self):
         """The second one."""
         is_on = self.dtype == torch.float16
-        if self.kind == "masters":
+        if self.is_mixed:
             return LossScaler(init_scale=1024.0, enabled=is_on)
         return GradScaler("cpu", init_scale=1024.0, enabled=is_on and self.kind == "autocast")
 
@@ -43,6 +53,10 @@ class How:
         """What a script with masters needs no more."""
         is_on = self.kind == "autocast"
         return torch.autocast("cpu", self.dtype) if is_on else nullcontext()
+
+    def parts(self, model):
+        """What it needs around methods of `model` that it calls itself."""
+        return computing(model) if self.is_mixed else self.autocast()
 
 
 def noise(step, *shape):
@@ -68,6 +82,34 @@ def load(file, **parts):
     for k, v in parts.items():
         v.load_state_dict(saved[k])
     return saved["step"]
+
+
+def descend(scaler, opt, loss):
+    """Take a step, as a script does that neither accumulates nor clips."""
+    opt.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+
+
+def with_grads(model, loss):
+    """Return a loss and its gradients, which the next step does not see."""
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+class ByHand:
+    """A moving average of a model's float32 weights, in float64."""
+
+    def __init__(self, params):
+        self.averages = [p.detach().double() for p in params]
+
+    def add(self, params, share):
+        for average, p in zip(self.averages, params, strict=True):
+            assert p.dtype == torch.float32
+            average.lerp_(p.detach().double(), share)
+
+    def check(self, params):
+        assert_close([p.detach().double() for p in params], self.averages, rtol=0, atol=1e-6)
 
 
 # --- a GPT: accumulation, a cosine schedule, weight decay for matrices only ---
@@ -96,12 +138,23 @@ class GPT(nn.Module):
         self.ln, self.head = nn.LayerNorm(n), nn.Linear(n, vocab, bias=False)
         self.head.weight = self.words.weight
 
-    def forward(self, ids, targets):
+    def forward(self, ids, targets=None):
         x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.ln(x))
+        if targets is None:
+            return logits
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @torch.inference_mode()
+    def generate(self, ids, n):
+        """The words after `ids`, each the most probable one, and the last logits."""
+        ids = F.pad(ids, (0, n))
+        for t in range(ids.shape[1] - n, ids.shape[1]):
+            logits = self(ids)
+            ids[:, t] = logits[:, t - 1].argmax(-1)
+        return ids, logits
 
 
 def gpt(how, seed, steps=40, save=None, resume=None, accumulate=2):
@@ -132,6 +185,11 @@ def gpt(how, seed, steps=40, save=None, resume=None, accumulate=2):
         scaler.update()
         opt.zero_grad(set_to_none=True)
         schedule.step()
+        if step % 10 == 0:
+            with how.autocast():
+                ids, logits = model.generate(integers(step, 16, 4, 2), 6)
+                assert_same(model(ids.clone())[:, :-1].detach(), logits[:, :-1].clone())
+            assert_same(logits[:, 1:-1].argmax(-1).clone(), ids[:, 2:].clone())
     keep(save, steps, model=model, opt=opt, scaler=scaler, schedule=schedule)
     return model, lambda m: m(*batch(10**6))[1]
 
@@ -223,7 +281,7 @@ def gan(how, seed, steps=40, save=None, resume=None):
     return both, lambda m: criterion(m["critic"](x), torch.ones(8, 1))
 
 
-# --- a VAE, as in PyTorch's examples ---
+# --- a VAE, as in PyTorch's examples, whose parts are also called from outside ---
 
 
 class VAE(nn.Module):
@@ -232,11 +290,16 @@ class VAE(nn.Module):
         self.fc1, self.fc21, self.fc22 = nn.Linear(192, 32), nn.Linear(32, 4), nn.Linear(32, 4)
         self.fc3, self.fc4 = nn.Linear(4, 32), nn.Linear(32, 192)
 
-    def forward(self, x, eps):
+    def encode(self, x):
         h = F.relu(self.fc1(x.view(-1, 192)))
-        mu, logvar = self.fc21(h), self.fc22(h)
-        z = mu + eps * torch.exp(0.5 * logvar)
-        return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mu, logvar
+        return self.fc21(h), self.fc22(h)
+
+    def decode(self, z):
+        return torch.sigmoid(self.fc4(F.relu(self.fc3(z))))
+
+    def forward(self, x, eps):
+        mu, logvar = self.encode(x)
+        return self.decode(mu + eps * torch.exp(0.5 * logvar)), mu, logvar
 
 
 def vae(how, seed, steps=60, save=None, resume=None):
@@ -247,19 +310,26 @@ def vae(how, seed, steps=60, save=None, resume=None):
     scaler = how.scaler()
     first = load(resume, model=model, opt=opt, scaler=scaler)
 
-    def loss_of(m, step):
+    def loss_of(m, step, forward=None):
         x = images(step)[0].sigmoid()
         with how.autocast():
-            recon, mu, logvar = m(x, noise(step, 8, 4))
-        bce = F.binary_cross_entropy(recon.float(), x.view(-1, 192), reduction="sum")
-        kld = -0.5 * torch.sum(1 + logvar.float() - mu.float().pow(2) - logvar.float().exp())
+            out = (forward or m)(x, noise(step, 8, 4))
+        recon, mu, logvar = (t.float() for t in out)
+        bce = F.binary_cross_entropy(recon, x.view(-1, 192), reduction="sum")
+        kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
         return (bce + kld) / 8
 
+    def forward(x, eps):
+        with how.parts(model):
+            mu, logvar = model.encode(x)
+            return model.decode(mu + eps * torch.exp(0.5 * logvar)), mu, logvar
+
     for step in range(first, steps):
-        opt.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
-        scaler.step(opt)
-        scaler.update()
+        descend(scaler, opt, loss_of(model, step, forward if step % 2 else None))
+    inside, outside = (with_grads(model, loss_of(model, 0, f)) for f in (None, forward))
+    assert_same(outside, inside)
+    z = noise(0, 8, 4)
+    assert_same(model.decode(z), deepcopy(model).decode(z))  # in float32
     keep(save, steps, model=model, opt=opt, scaler=scaler)
     return model, lambda m: loss_of(m, 10**6)
 
@@ -311,7 +381,35 @@ def word_lm(how, seed, steps=40, save=None, resume=None, bptt=6):
     return model, lambda m: F.cross_entropy(m(ids[:-1], zero)[0], ids[1:].flatten())
 
 
-# --- diffusion: timesteps, a U-Net with time embedding, an average of the weights ---
+# --- diffusion: timesteps, a U-Net with time embedding, evaluated with averaged weights ---
+
+
+class EMA:
+    """As diffusers' EMAModel."""
+
+    def __init__(self, params, decay=0.9):
+        self.decay, self.shadow = decay, [p.clone().detach() for p in params]
+
+    @torch.no_grad()
+    def step(self, params):
+        for s, p in zip(self.shadow, params, strict=True):
+            s.sub_((1 - self.decay) * (s - p))
+
+    def store(self, params):
+        self.stored = [p.detach().clone() for p in params]
+
+    def copy_to(self, params, source=None):
+        for s, p in zip(source or self.shadow, params, strict=True):
+            p.data.copy_(s.data)
+
+    def restore(self, params):
+        self.copy_to(params, self.stored)
+
+    def state_dict(self):
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state):
+        self.shadow = [s.clone() for s in state["shadow"]]
 
 
 class UNet(nn.Module):
@@ -333,11 +431,12 @@ class UNet(nn.Module):
 def diffusion(how, seed, steps=60, save=None, resume=None):
     torch.manual_seed(seed)
     model = UNet()
-    ema = deepcopy(model).requires_grad_(False)
+    ema = EMA(model.parameters())
     opt = torch.optim.AdamW(model.parameters(), lr=5e-3)
     how.give(model, opt)
     scaler = how.scaler()
     first = load(resume, model=model, opt=opt, scaler=scaler, ema=ema)
+    by_hand = ByHand(ema.shadow)
     alpha = torch.cumprod(1 - torch.linspace(1e-4, 0.2, 20), 0)
 
     def loss_of(m, step):
@@ -354,9 +453,19 @@ def diffusion(how, seed, steps=60, save=None, resume=None):
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-        with torch.no_grad():
-            for average, p in zip(ema.parameters(), model.parameters(), strict=True):
-                average.lerp_(p, 0.1)
+        ema.step(model.parameters())
+        by_hand.add(model.parameters(), 0.1)
+        if step % 10 == 0:
+            before = deepcopy(model.state_dict())
+            ema.store(model.parameters())
+            ema.copy_to(model.parameters())
+            averaged = deepcopy(model)
+            how.give(averaged, torch.optim.SGD(averaged.parameters(), 0.1))
+            with torch.no_grad():
+                assert_same(loss_of(model, 0), loss_of(averaged, 0))
+            ema.restore(model.parameters())
+            assert_same(dict(model.state_dict()), dict(before))
+    by_hand.check(ema.shadow)
     keep(save, steps, model=model, opt=opt, scaler=scaler, ema=ema)
     return model, lambda m: loss_of(m, 10**6)
 
@@ -395,10 +504,7 @@ def actor_critic(how, seed, steps=60, save=None, resume=None):
         return -(log_prob * advantage).sum() + F.smooth_l1_loss(value, reward, reduction="sum")
 
     for step in range(first, steps):
-        opt.zero_grad()
-        scaler.scale(episode(model, step)).backward()
-        scaler.step(opt)
-        scaler.update()
+        descend(scaler, opt, episode(model, step))
     keep(save, steps, model=model, opt=opt, scaler=scaler)
 
     def regret(m):
@@ -444,13 +550,198 @@ def segmentation(how, seed, steps=40, save=None, resume=None):
         return loss + 1 - dice.mean()
 
     for step in range(first, steps):
-        opt.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
-        scaler.step(opt)
-        scaler.update()
+        descend(scaler, opt, loss_of(model, step))
         schedule.step()
     keep(save, steps, model=model, opt=opt, scaler=scaler, schedule=schedule)
     return model, lambda m: loss_of(m.eval(), 10**6)
 
 
-SCRIPTS = [gpt, classifier, gan, vae, word_lm, diffusion, actor_critic, segmentation]
+# --- a mean teacher, whose momentum update is in the forward pass as MoCo's, under DDP ---
+
+
+def mlp(*sizes):
+    pairs = zip(sizes, sizes[1:], strict=False)
+    layers = [layer for i, o in pairs for layer in (nn.Linear(i, o), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *layers[:-1])
+
+
+class MeanTeacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = mlp(192, 32, 4)
+        self.teacher = deepcopy(self.student).requires_grad_(False)
+
+    @torch.no_grad()
+    def momentum_update(self):
+        for k, q in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            k.data = k.data * 0.9 + q.data * 0.1
+
+    def forward(self, x, eps):
+        if torch.is_grad_enabled():
+            self.momentum_update()
+        with torch.no_grad():
+            target = self.teacher(x)
+        return self.student(x + eps), target
+
+
+@contextmanager
+def processes():
+    """Those of a test, or this one alone."""
+    if is_alone := not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield distributed.get_rank()
+    finally:
+        if is_alone:
+            distributed.destroy_process_group()
+
+
+def teacher(how, seed, steps=40, save=None, resume=None):
+    torch.manual_seed(seed)
+    model = MeanTeacher()
+    opt = torch.optim.SGD(model.student.parameters(), 0.05, momentum=0.9)
+    how.give(model, opt)
+    scaler = how.scaler()
+    first = load(resume, model=model, opt=opt, scaler=scaler)
+    by_hand = ByHand(model.teacher.parameters())
+    with processes() as rank:
+        ddp = DistributedDataParallel(model)
+        for step in range(first, steps):
+            by_hand.add(model.student.parameters(), 0.1)
+            x, y = images(2 * step + rank)
+            with how.autocast():
+                out, target = ddp(x, noise(step, *x.shape))
+            consistency = F.mse_loss(out.float().softmax(1), target.float().softmax(1))
+            descend(scaler, opt, F.cross_entropy(out.float(), y) + consistency)
+            with torch.no_grad(), how.autocast():  # it was updated before it was called
+                assert_same(model(x, x)[1], target)
+    by_hand.check(model.teacher.parameters())
+    keep(save, steps, model=model, opt=opt, scaler=scaler)
+    x, y = images(10**6)
+    return model, lambda m: F.cross_entropy(m.teacher(x), y)
+
+
+# --- a DQN: a target network with soft updates, replaced by the other one at times ---
+
+
+def dqn(how, seed, steps=60, save=None, resume=None):
+    torch.manual_seed(seed)
+    model = mlp(4, 32, 2)
+    target = deepcopy(model).requires_grad_(False)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+    how.give(model, opt)
+    scaler = how.scaler()
+    first = load(resume, model=model, opt=opt, scaler=scaler, target=target)
+    by_hand = ByHand(target.parameters())
+
+    def td_error(m, step):
+        state, action, after = noise(step, 32, 4), integers(step, 2, 32), noise(step + 1, 32, 4)
+        reward = (action == (state[:, 0] > 0)).float()
+        with how.autocast():
+            value = m(state).gather(1, action[:, None]).squeeze(1)
+            with torch.no_grad():
+                best = target(after).max(1).values
+        return F.smooth_l1_loss(value.float(), reward + 0.5 * best.float())
+
+    for step in range(first, steps):
+        descend(scaler, opt, td_error(model, step))
+        if step % 20 == 5:
+            target.load_state_dict(model.state_dict())
+            by_hand = ByHand(model.parameters())
+        for t, p in zip(target.parameters(), model.parameters(), strict=True):
+            t.data.lerp_(p.data, 0.05)
+        by_hand.add(model.parameters(), 0.05)
+    by_hand.check(target.parameters())
+    keep(save, steps, model=model, opt=opt, scaler=scaler, target=target)
+    return model, lambda m: td_error(m, 10**6)
+
+
+# --- a lottery ticket: the smallest weights are pruned, the others set back to early ones ---
+
+
+def cross_entropy_of(how, model, step, sign=1):
+    x, y = images(step)
+    with how.autocast():
+        out = model(sign * x)
+    return F.cross_entropy(out.float(), y)
+
+
+def lottery(how, seed, steps=40, save=None, resume=None):
+    torch.manual_seed(seed)
+    model = mlp(192, 32, 4)
+    early, layers = deepcopy(model), (1, 3)
+    opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    how.give(model, opt)
+    scaler = how.scaler()
+    first = load(resume, model=model, opt=opt, scaler=scaler, early=early)
+    for step in range(first, steps):
+        descend(scaler, opt, cross_entropy_of(how, model, step))
+        if step == 2:
+            early.load_state_dict(model.state_dict())
+        if step == 8:
+            smallest = dict(pruning_method=prune.L1Unstructured, amount=0.8)
+            prune.global_unstructured([(model[i], "weight") for i in layers], **smallest)
+            for i in layers:
+                model[i].weight_orig.data = early[i].weight.data.clone()
+                model[i].bias.data = early[i].bias.data.clone()
+            opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+            how.give(model, opt)
+    for i in layers if steps > 8 else ():
+        is_off = model[i].weight_mask == 0
+        assert_same(model[i].weight_orig[is_off], early[i].weight[is_off])  # no gradient, no step
+        prune.remove(model[i], "weight")
+        assert (model[i].weight == 0).equal(is_off) and model[i].weight.dtype == torch.float32
+    keep(save, steps, model=model, opt=opt, scaler=scaler, early=early)
+    return model, lambda m: cross_entropy_of(how, m, 10**6)
+
+
+# --- elastic weight consolidation: a second task, with a penalty on the way from the first ---
+
+
+def ewc(how, seed, steps=40, save=None, resume=None):
+    torch.manual_seed(seed)
+    model = mlp(192, 32, 4)
+    anchor, fisher = deepcopy(model), deepcopy(model)
+    for f in fisher.parameters():
+        f.data.zero_()
+    opt = torch.optim.Adam(model.parameters(), lr=5e-3)
+    how.give(model, opt)
+    scaler = how.scaler()
+    first = load(resume, model=model, opt=opt, scaler=scaler, anchor=anchor, fisher=fisher)
+
+    def penalty(m):
+        each = zip(m.parameters(), anchor.parameters(), fisher.parameters(), strict=True)
+        return sum((f.detach() * (p - a.detach()).square()).sum() for p, a, f in each)
+
+    for step in range(first, steps):
+        if step == 6:
+            anchor.load_state_dict(model.state_dict())
+            for i in range(8):
+                _, *grads = with_grads(model, cross_entropy_of(how, model, i))
+                for f, g in zip(fisher.parameters(), grads, strict=True):
+                    f.data += g.square() / 8
+        loss = cross_entropy_of(how, model, step, 1 if step < 6 else -1)
+        descend(scaler, opt, loss + 5 * penalty(model))
+    plain = deepcopy(model)
+    assert_same(*(with_grads(m, penalty(m)) for m in (model, plain)))
+    keep(save, steps, model=model, opt=opt, scaler=scaler, anchor=anchor, fisher=fisher)
+    return model, lambda m: cross_entropy_of(how, m, 10**6, -1)
+
+
+# --- Hogwild: processes without a lock, whose optimizers step weights in shared memory ---
+
+
+def hogwild(how, model, steps, rank=None, in_turns=True):
+    """Train in one of two processes; or, without a rank, do the work of both in turns."""
+    opt = torch.optim.SGD(model.parameters(), 0.05)
+    how.give(model, opt)
+    scaler = how.scaler()
+    for step in range(steps):
+        if rank in (None, step % 2):
+            descend(scaler, opt, cross_entropy_of(how, model, step))
+        if rank is not None and in_turns:
+            distributed.barrier()
+
+
+SCRIPTS = [gpt, classifier, gan, vae, word_lm, diffusion, actor_critic, segmentation, teacher, dqn]
+SCRIPTS += [lottery, ewc]

@@ -20,7 +20,8 @@ import mixedfp.callback  # noqa: F401, puts `to_bf16` on Learners
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 
-FP16, BF16 = dict(dtype="fp16", native=True), dict(dtype="bf16")
+# products that are computed in float32 keep float32 operands: this would depend on the CPU
+FP16, BF16 = dict(dtype="fp16", native=True), dict(dtype="bf16", native=True)
 FLAT = dict(flat_master=True)
 HALF = FLAT | dict(half_grads=True)
 STATES = "exp_avg exp_avg_sq grad_avg sqr_avg".split()  # of PyTorch's AdamW, of fastai's Adam

@@ -1,11 +1,13 @@
-"""Eight training scripts in float32, under autocast and with masters, beside each other."""
+"""Training scripts in float32, under autocast and with masters, beside each other."""
 
-from functools import cache
+from copy import deepcopy
+from functools import cache, partial
 from itertools import product
 
 import pytest
 import torch
-from scripts import SCRIPTS, How
+from ranks import on_two_ranks
+from scripts import SCRIPTS, How, cross_entropy_of, hogwild, mlp, teacher
 
 from mixedfp.testing import assert_same
 
@@ -28,19 +30,23 @@ def losses(script, kind, dtype):
 @KIND
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_script_ends_where_it_ends_in_float32(script, dtype):
-    """Two lines are changed; seeds differ by more than precisions."""
+    """Two lines are changed; seeds and a twentieth of what is learned differ by more."""
     plain = losses(script, "float32", torch.bfloat16)
-    assert max(plain) < min(loss_of(script, How("float32"), seed, steps=0) for seed in SEEDS)
-    spread = max(plain) - min(plain)
+    learned = min(loss_of(script, How("float32"), seed, steps=0) for seed in SEEDS) - max(plain)
+    assert learned > 0
+    near = max(plain) - min(plain) + learned / 20
     for kind, seed in product(("autocast", "masters"), SEEDS):
-        assert losses(script, kind, dtype)[seed] == pytest.approx(plain[seed], abs=spread)
+        assert losses(script, kind, dtype)[seed] == pytest.approx(plain[seed], abs=near)
 
 
 @KIND
-def test_masters_in_float32_change_no_bit(script):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masters_in_float32_and_flat_ones_change_no_bit(script, dtype):
     """With the same two lines."""
-    plain, exact = (script(How(k, torch.float32), 1, steps=12)[0] for k in ("float32", "masters"))
-    assert_same(dict(exact.state_dict()), dict(plain.state_dict()))
+    kinds = ["masters", "flat"] + ["float32"] * (dtype == torch.float32)
+    states = [dict(script(How(k, dtype), 1, steps=12)[0].state_dict()) for k in kinds]
+    for state in states[1:]:
+        assert_same(state, states[0])
 
 
 @KIND
@@ -55,3 +61,27 @@ def test_a_resumed_script_ends_as_an_unbroken_one(script, dtype, tmp_path):
     plain, _ = script(How("float32"), 1, steps=7, resume=file)
     assert_same(dict(plain.state_dict()), dict(half.state_dict()))
     script(How("float32"), 1, steps=8, resume=file)
+
+
+KINDS = product(("autocast", "masters", "flat"), (torch.bfloat16, torch.float16))
+HOWS = [How("float32", torch.float32), *(How(*kind) for kind in KINDS)]
+
+
+def on_each_rank(models, rank):
+    """Train the mean teacher over DDP, then `models`: one in turns, and one without a lock."""
+    for how, (in_turns, free) in zip(HOWS, models, strict=True):
+        hogwild(how, in_turns, 12, rank)
+        hogwild(how, free, 80, rank, in_turns=False)
+    return [dict(teacher(how, 0, steps=12)[0].state_dict()) for how in HOWS]
+
+
+def test_two_processes(tmp_path):
+    """DDP keeps teachers equal; Hogwild's masters stay in shared memory."""
+    models = [[mlp(192, 32, 4).share_memory() for _ in range(2)] for _ in HOWS]
+    alone = [deepcopy(in_turns) for in_turns, _ in models]
+    first, second = on_two_ranks(partial(on_each_rank, models), tmp_path, ("test_scripts",))
+    assert_same(second, first)
+    for how, plain, (in_turns, free) in zip(HOWS, alone, models, strict=True):
+        hogwild(how, plain, 12)
+        assert_same(dict(in_turns.state_dict()), dict(plain.state_dict()))
+        assert cross_entropy_of(how, free, 0) < 1  # an untrained model's is above 1.38
