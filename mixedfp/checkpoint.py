@@ -13,14 +13,15 @@ import torch
 from fastai.callback.core import Callback, CancelEpochException
 from fastai.callback.tracker import TrackerCallback
 from fastai.callback.training import GradientAccumulation
-from fastai.learner import Learner, join_path_file
+from fastai.learner import Learner, SkipToEpoch, join_path_file
 from fastai.torch_core import get_model, rank_distrib
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from .formats import MixedPrecisionError
-from .nested import warn_once
-from .resume import load_checkpoint, draft, random_states, save_checkpoint, set_random_states
+from .nested import check_positive, check_steps, warn_once
+from .resume import draft, load_checkpoint, random_states, save_checkpoint, set_random_states
+from .scaler import LossScaler
 from .sharded import has_shards
 
 # %% ../nbs/14_checkpoint.ipynb #b58f5ebb
@@ -28,8 +29,11 @@ class Checkpoint(Callback):
     """After every epoch, write the state that the next starts from; for the `cbs=` of any fit.
 
     `learn.load` can read the file, `learn.path/learn.model_dir/fname.pth`. With
-    `start_epoch=checkpoint.resume(learn)` a killed run continues, and ends with the same bits.
-    Raises: ValueError for an empty name; OSError, before the first batch, if it cannot write.
+    `start_epoch=checkpoint.resume(learn)` a killed run continues, and ends with the same bits. A
+    run of several fits, such as `fine_tune`, makes all of them again, and finished epochs are
+    skipped.
+    Raises: ValueError for an empty name; OSError, before the first batch, if it cannot write;
+    MixedPrecisionError, before the first batch, if the file is from other fits.
     """
 
     order = 100  # after metrics, schedulers and trackers
@@ -40,12 +44,15 @@ class Checkpoint(Callback):
     ):
         if not isinstance(fname, (str, Path)) or not Path(fname).name:
             raise ValueError(f"`fname` is {fname!r}: expected a file name, such as 'run'")
-        self.fname, self.n_done = fname, 0
+        self.fname = fname
+        self.fits: list = []  # from the file: the epochs of each fit, and those that are finished
+        self.n_done = 0  # epochs of this fit, to be skipped
+        self.has_begun = False  # a fit, not a validation
         self.trained: int | None = None  # the last epoch with batches
 
     def before_fit(self) -> None:
         "Check that a file can be written; turn fastai's trackers off for skipped epochs."
-        self.trained = None
+        self.has_begun, self.trained, self.n_done = False, None, 0
         self.run = not hasattr(self.learn, "lr_finder")  # until the end of this fit
         if not self.run:
             return
@@ -61,66 +68,103 @@ class Checkpoint(Callback):
             part = draft(path)
             part.touch()
             part.unlink()
+        if to_do := self.fits[len(self._finished(self.learn)) :]:
+            self.n_done = to_do[0][1]
         for cb in self._counting() if self.n_done else []:
             cb.run = False
+        for cb in self.learn.cbs if self.fits else []:  # `fine_tune` has one `start_epoch` for two
+            if isinstance(cb, SkipToEpoch):
+                self._begin()
+                cb._skip_to = self.n_done
+
+    def _begin(self):
+        "Compare this fit with that of the file."
+        self.has_begun, path = True, self._path(self.learn)
+        at = len(self._finished(self.learn))
+        if self.n_done and self.fits[at][0] != self.n_epoch:
+            raise MixedPrecisionError(
+                f"fit {at + 1} of the run in `{path}` has {self.fits[at][0]} epochs, this one "
+                f"{self.n_epoch}: make the same fits in the same order, and new ones after them; "
+                "or use another file name"
+            )
+        if at + 1 < len(self.fits):
+            warn_once(f"fit {at + 1} is skipped: the run in `{path}` has finished it")
 
     def before_train(self) -> None:
         "Skip a finished epoch if the fit does not: `fit_flat_cos` ignores `start_epoch`."
+        if not self.has_begun:
+            self._begin()
         if self.epoch < self.n_done:
             raise CancelEpochException
         self.trained = self.epoch
 
     def after_epoch(self) -> None:
         "Write the checkpoint; after the last skipped epoch, restore all states."
-        if self.epoch + 1 == self.n_done:
-            self.n_done = 0
-            self._restore()
-        elif self.trained == self.epoch:
+        if self.trained == self.epoch:
             saved = self._progress()
             if not rank_distrib():
                 opt = {**self.opt.state_dict(), _KEY: saved}
                 state = {"model": get_model(self.model).state_dict(), "opt": opt}
                 save_checkpoint(state, self._path(self.learn))
+        is_last = len(self._finished(self.learn)) + 1 == len(self.fits)
+        if self.has_begun and is_last and self.epoch + 1 == self.n_done:
+            self._restore()
+
+    def after_fit(self) -> None:
+        "Count the fit."
+        if self.has_begun:
+            self._finished(self.learn).append([self.n_epoch, self.n_epoch])
 
     def resume(
         self,
         learn: Learner,  # created as on the first start
-    ) -> int:  # finished epochs, for `start_epoch`; 0 if there is no file
+    ) -> int:  # finished epochs of the next fit, for `start_epoch`; 0 if there is no file
         """Load model and optimizer; the fit then restores loss scale and random states.
 
         Raises: MixedPrecisionError for a file that is damaged, from another model or optimizer, or
         not written by `Checkpoint`; nothing is loaded then.
         """
-        self.n_done, path = 0, self._path(learn)
+        self.fits, path = [], self._path(learn)
         if not path.exists():
             return 0
-        state, model = self._read(learn), get_model(learn.model)
         if learn.opt is None:
             learn.create_opt()
-        opt: Any = learn.opt
-        here, there = _layout(model.state_dict(), opt.state_dict()), _layout(**state)
-        if other := [k for k in here | there if here.get(k, "") != there.get(k, "")]:
-            raise MixedPrecisionError(
-                f"`{path}` is of another model or optimizer: {', '.join(other[:3])} differ"
-            )
-        opt.load_state_dict(state["opt"])
-        model.load_state_dict(state["model"])
-        self.n_done = state["opt"][_KEY]["n_done"]
-        return self.n_done
+        state = self._read(learn)
+        fits = state["opt"][_KEY]["fits"]
+        to_do = fits[len(self._finished(learn)) :]
+        if not to_do:  # the file is from this Learner, whose next fit is a new one
+            return 0
+        self.fits = fits
+        _load(learn, state)
+        return to_do[0][1]
 
     def _path(self, learn):
         return join_path_file(self.fname, learn.path / learn.model_dir, ext=".pth")
 
+    def _finished(self, learn):
+        "Return the list of the fits that `learn` has finished with this file."
+        return vars(learn).setdefault("checkpointed", {}).setdefault(str(self._path(learn)), [])
+
     def _counting(self):
-        kinds = TrackerCallback, GradientAccumulation
-        return [cb for cb in self.learn.cbs if isinstance(cb, kinds)]
+        return [cb for cb in self.learn.cbs if isinstance(cb, _COUNTING)]
 
     def _read(self, learn):
+        "Return the state in the file, after a check of all that will be loaded from it."
         path = self._path(learn)
         state = load_checkpoint(path, getattr(learn.dls, "device", None) or "cpu")
-        opt = state.get("opt")
-        if not isinstance(opt, dict) or opt.get(_KEY, {}).get("format") != _FORMAT:
+        try:
+            is_ours = state["opt"][_KEY]["format"] == _FORMAT
+            other = _differences(learn, state) if is_ours else []
+            if is_ours and not other:
+                _check(learn, state)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+            raise MixedPrecisionError(f"`{path}` is not of the kind {_FORMAT!r}: {e!r}") from e
+        if not is_ours:
             raise MixedPrecisionError(f"`{path}` is not of the kind {_FORMAT!r}")
+        if other:
+            raise MixedPrecisionError(
+                f"`{path}` is of another model or optimizer: {', '.join(other[:3])} differ"
+            )
         return state
 
     def _progress(self):
@@ -135,18 +179,23 @@ class Checkpoint(Callback):
             group = self.model.process_group
             ranks = None if rank_distrib() else [None] * distributed.get_world_size(group)
             distributed.gather_object(part, ranks, group=group, group_dst=0)
-        counts = [(cb.name, {k: vars(cb)[k] for k in _COUNTS if k in vars(cb)})
-                  for cb in self._counting()]
-        progress = {"n_done": self.epoch + 1, "train_iter": self.train_iter, "callbacks": counts}
         mixed = _scaling(self.learn)
         scale = 1.0 if mixed is None else mixed.scaler.known_of(mixed.opt.core).scale
-        return {"format": _FORMAT, "ranks": ranks, "grad_scale": float(scale), **progress}
+        return {
+            "format": _FORMAT,
+            "fits": [*self._finished(self.learn), [self.n_epoch, self.epoch + 1]],
+            "train_iter": self.train_iter,
+            "grad_scale": float(scale),
+            "callbacks": [(cb.name, {k: vars(cb)[k] for k in _COUNTS if k in vars(cb)})
+                          for cb in self._counting()],
+            "ranks": ranks,
+        }
 
     def _restore(self):
-        "Restore the file's state again, because other callbacks may have changed it."
-        opt = self._read(self.learn)["opt"]
-        saved, ranks = opt[_KEY], opt[_KEY]["ranks"]
-        self.opt.load_state_dict(opt)
+        "Restore the file's state again, because the script may have changed it."
+        state = self._read(self.learn)
+        _load(self.learn, state)
+        saved, ranks = state["opt"][_KEY], state["opt"][_KEY]["ranks"]
         self.learn.train_iter = saved["train_iter"]
         is_shared = isinstance(self.model, DistributedDataParallel)
         here = distributed.get_world_size(self.model.process_group) if is_shared else 1
@@ -169,8 +218,9 @@ class Checkpoint(Callback):
         set_random_states(own["random"], self.dls)
 
 
-_KEY, _FORMAT = "checkpoint", "mixedfp.Checkpoint, format 2"
-_COUNTS = "best", "wait", "count"  # of fastai's trackers and of `GradientAccumulation`
+_KEY, _FORMAT = "checkpoint", "mixedfp.Checkpoint, format 3"
+_COUNTING = TrackerCallback, GradientAccumulation
+_COUNTS = "best", "wait", "count"  # of those callbacks
 
 
 def _brief(grad):
@@ -178,12 +228,47 @@ def _brief(grad):
     return grad if grad.is_sparse or grad.any() else grad.new_zeros(()).expand_as(grad)
 
 
+def _load(learn, state):
+    learn.opt.load_state_dict(state["opt"])
+    get_model(learn.model).load_state_dict(state["model"])
+
+
+def _differences(learn, state):
+    "Return the names of what must be equal here and in the file."
+    here = _layout(get_model(learn.model).state_dict(), learn.opt.state_dict())
+    there = _layout(state["model"], state["opt"])
+    return [k for k in here | there if here.get(k, "") != there.get(k, "")]
+
+
 def _layout(model, opt):
-    "Return what must be equal here and in a file: shapes of tensors, groups of parameters."
+    "Return the shapes of tensors and the groups of parameters."
     found = {k: getattr(v, "shape", None) for k, v in model.items()}
     for i, g in enumerate(opt.get("hypers", []) + opt.get("param_groups", [])):
         found[f"group {i}"] = sorted(g), len(g.get("params", ()))
     return found | ({"number of parameters": len(opt["state"])} if "hypers" in opt else {})
+
+
+def _check(learn, state):
+    "Check the rest of a file, before anything is changed. Raises: an error of any kind."
+    opt, saved, now = state["opt"], state["opt"][_KEY], random_states(learn.dls)
+    for s in opt["state"].values() if isinstance(opt["state"], dict) else opt["state"]:
+        dict(s)
+    if opt.get("loss_scale"):
+        LossScaler().check_state(opt["loss_scale"])
+    check_positive("grad_scale", saved["grad_scale"])
+    for n_epoch, n_done in saved["fits"] or [()]:
+        check_steps("n_epoch", n_epoch), check_steps("n_done", n_done)
+    check_steps("train_iter", saved["train_iter"])
+    for _, counts in saved["callbacks"]:
+        dict(counts)
+    params = dict(get_model(learn.model).named_parameters())
+    for rank in saved["ranks"] or [{}]:
+        if other := [k for k, g in rank["grads"].items() if g.shape != params[k].shape]:
+            raise ValueError(f"gradients of {other[0]}")
+        try:
+            set_random_states(rank["random"], learn.dls)
+        finally:
+            set_random_states(now, learn.dls)
 
 
 def _scaling(learn):
