@@ -8,6 +8,7 @@ __all__ = ['MastersPrecision', 'use_masters']
 # %% ../nbs/15_trainers.ipynb #f15a0004
 import copy
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -236,7 +237,8 @@ class MastersPrecision:
 
     def load_state_dict(self, state_dict: dict) -> None:
         "Continue with a saved loss scale."
-        self.scaler.load_state_dict(state_dict)
+        if state_dict:  # in bfloat16 there is no scale
+            self.scaler.load_state_dict(state_dict)
 
 # %% ../nbs/15_trainers.ipynb #f15a0029
 class _Accelerator:
@@ -260,6 +262,19 @@ class _Accelerator:
         some = self._optimizers if optimizer is None else optimizer
         for opt in some if isinstance(some, list | tuple) else [some]:
             self.setup.scaler.unscale_(_own(opt))
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        "Load a state saved in any precision; without a loss scale in it, that of now stays."
+        own = self.scaler
+        try:
+            super().load_state(*args, **kwargs)  # pyright: ignore
+        except FileNotFoundError as e:
+            if own is None or os.path.basename(str(e.filename)) != "scaler.pt":
+                raise
+            self.scaler = None
+            super().load_state(*args, **kwargs)  # pyright: ignore
+        finally:
+            self.scaler = own
 
     def log(self, values: dict, *args: Any, **kwargs: Any) -> None:
         "Also log the loss scale and the number of skipped steps."

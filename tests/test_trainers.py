@@ -302,9 +302,27 @@ def test_a_resumed_run_ends_as_an_unbroken_one(train, flat, dtype, tmp_path):
     path += "/checkpoint-2" if train is by_trainer else ""
     resumed = train(dtype, batches(1), resume=path, **settings)
     assert_same({**resumed, "skipped": 1}, unbroken)
-    train("bf16", batches(), resume=path)  # after float16, say
-    if (train, dtype) != (by_trainer, "fp16"):  # a plain Trainer cannot read a scale
-        train(None, batches(), resume=path)
+
+
+@ANY
+@pytest.mark.parametrize("saved", [None, "fp32", "bf16", "fp16"])
+def test_a_state_of_any_precision_continues_in_any_other(train, saved, tmp_path):
+    """Near to what float32 gives; without a saved scale the scaler's first one stays."""
+    path, whole = str(tmp_path / "saved"), train(None, batches())
+    train(saved, batches()[:4], save=path)
+    path += "/checkpoint-2" if train is by_trainer else ""
+    for loaded in (None, "fp32", "bf16", "fp16"):
+        if (train, saved, loaded) == (by_trainer, "fp16", None):
+            continue  # a plain Trainer cannot read a scale
+        if train is by_fabric and saved is None and loaded is not None:
+            with pytest.raises(KeyError, match="plugin"):  # Fabric misses an entry of the state
+                train(loaded, batches(), resume=path)
+            continue
+        found = train(loaded, batches(), resume=path)
+        assert found["skipped"] == 0
+        assert [s["step"] for s in found["opt"].values()] == [4] * 6
+        for now, then in zip(found["model"].values(), whole["model"].values(), strict=True):
+            torch.testing.assert_close(now, then, rtol=0.05, atol=0.05)
 
 
 # Two processes
