@@ -153,14 +153,9 @@ class Checkpoint(Callback):
         path = self._path(learn)
         state = load_checkpoint(path, getattr(learn.dls, "device", None) or "cpu")
         try:
-            is_ours = state["opt"][_KEY]["format"] == _FORMAT
-            other = _differences(learn, state) if is_ours else []
-            if is_ours and not other:
-                _check(learn, state)
+            other = _differences(learn, state)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
             raise MixedPrecisionError(f"`{path}` is not of the kind {_FORMAT!r}: {e!r}") from e
-        if not is_ours:
-            raise MixedPrecisionError(f"`{path}` is not of the kind {_FORMAT!r}")
         if other:
             raise MixedPrecisionError(
                 f"`{path}` is of another model or optimizer: {', '.join(other[:3])} differ"
@@ -233,13 +228,6 @@ def _load(learn, state):
     get_model(learn.model).load_state_dict(state["model"])
 
 
-def _differences(learn, state):
-    "Return the names of what must be equal here and in the file."
-    here = _layout(get_model(learn.model).state_dict(), learn.opt.state_dict())
-    there = _layout(state["model"], state["opt"])
-    return [k for k in here | there if here.get(k, "") != there.get(k, "")]
-
-
 def _layout(model, opt):
     "Return the shapes of tensors and the groups of parameters."
     found = {k: getattr(v, "shape", None) for k, v in model.items()}
@@ -248,27 +236,35 @@ def _layout(model, opt):
     return found | ({"number of parameters": len(opt["state"])} if "hypers" in opt else {})
 
 
-def _check(learn, state):
-    "Check the rest of a file, before anything is changed. Raises: an error of any kind."
-    opt, saved, now = state["opt"], state["opt"][_KEY], random_states(learn.dls)
+def _differences(learn, state):
+    """Return the names of what must be equal here and in the file, but differs.
+
+    Raises: an error of any kind for anything else that could not be loaded.
+    """
+    model, opt, saved = get_model(learn.model), state["opt"], state["opt"][_KEY]
+    if saved["format"] != _FORMAT:
+        raise ValueError(saved["format"])
+    here, there = _layout(model.state_dict(), learn.opt.state_dict()), _layout(state["model"], opt)
+    if other := [k for k in here | there if here.get(k, "") != there.get(k, "")]:
+        return other
     for s in opt["state"].values() if isinstance(opt["state"], dict) else opt["state"]:
         dict(s)
     if opt.get("loss_scale"):
         LossScaler().check_state(opt["loss_scale"])
     check_positive("grad_scale", saved["grad_scale"])
+    check_steps("train_iter", saved["train_iter"])
     for n_epoch, n_done in saved["fits"] or [()]:
         check_steps("n_epoch", n_epoch), check_steps("n_done", n_done)
-    check_steps("train_iter", saved["train_iter"])
     for _, counts in saved["callbacks"]:
         dict(counts)
-    params = dict(get_model(learn.model).named_parameters())
+    params, now = dict(model.named_parameters()), random_states(learn.dls)
     for rank in saved["ranks"] or [{}]:
-        if other := [k for k, g in rank["grads"].items() if g.shape != params[k].shape]:
-            raise ValueError(f"gradients of {other[0]}")
+        other = [k for k, g in rank["grads"].items() if g.shape != params[k].shape]
         try:
             set_random_states(rank["random"], learn.dls)
         finally:
             set_random_states(now, learn.dls)
+    return other
 
 
 def _scaling(learn):

@@ -97,6 +97,7 @@ def ends(learn):
     found = dict(learn.model.named_parameters()) | dict(learn.model.named_buffers())
     found |= {"weights": dict(learn.model.state_dict()), "opt": learn.opt.state_dict()}
     found["grads"] = [p.grad for p in learn.model.parameters()]
+    found["train_iter"] = vars(learn).get("train_iter")
     found["random"] = [random.random(), float(np.random.rand()), torch.rand(2)]
     if "mp_cb" in vars(learn):
         found["scaler"] = learn.mp_cb.mixed.scaler.state_dict()
@@ -508,7 +509,7 @@ REFUSED = {  # how the file is made, settings of the learner, the message
     "no states": _put("opt/state", [3] * 10),
     "no ranks": _put("opt/checkpoint/ranks", []),
     "a rank": _put("opt/checkpoint/ranks", [{}]),
-    "a gradient": _put("opt/checkpoint/ranks/0/grads/0.weight", torch.ones(2)),
+    "a gradient": (*_put("opt/checkpoint/ranks/0/grads/0.weight", torch.ones(2))[:2], "0.weight"),
     "a random state": _put("opt/checkpoint/ranks/0/random/torch", torch.ones(2)),
     "another random state": _put("opt/checkpoint/ranks/0/random/python", [1, 2]),
     "fits": _put("opt/checkpoint/fits", [[3]]),
