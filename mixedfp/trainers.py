@@ -8,6 +8,7 @@ __all__ = ['MastersPrecision', 'use_masters']
 # %% ../nbs/15_trainers.ipynb #f15a0004
 import copy
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+from fastcore.meta import delegates
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -99,7 +101,8 @@ class MastersPrecision:
     Source: lightning.pytorch.plugins.precision.MixedPrecision
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    @delegates(with_masters)  # for `help` and editors
+    def __new__(cls, dtype: Any, *, scaler: Any = None, **kwargs: Any) -> Any:
         """Return a plugin for whichever of Lightning's packages are imported."""
         names = [name for name in _PACKAGES if name in sys.modules]
         names = names or [name for name in _PACKAGES if find_spec(name.split(".")[0])][:1]
@@ -107,14 +110,15 @@ class MastersPrecision:
             raise ImportError("MastersPrecision is a plugin of Lightning: pip install lightning")
         return object.__new__(_as_plugin(cls, *names))
 
+    @delegates(with_masters)
     def __init__(
         self,
         dtype: torch.dtype | str,  # of the model; or a name, such as "bf16"
         *,
         scaler: LossScaler | None = None,  # default: dynamic in float16, none otherwise
-        **settings: Any,  # of `with_masters`, such as `flat_master`
+        **kwargs: Any,  # settings of `with_masters`, such as `flat_master`
     ):
-        self.setup = _Setup.of(dtype, scaler, settings)
+        self.setup = _Setup.of(dtype, scaler, kwargs)
         self.scaler = self.setup.scaler
         self.models: list[nn.Module] = []
         self.fresh: list[nn.Module] = []  # before their first forward pass
@@ -236,7 +240,8 @@ class MastersPrecision:
 
     def load_state_dict(self, state_dict: dict) -> None:
         "Continue with a saved loss scale."
-        self.scaler.load_state_dict(state_dict)
+        if state_dict:  # in bfloat16 there is no scale
+            self.scaler.load_state_dict(state_dict)
 
 # %% ../nbs/15_trainers.ipynb #f15a0029
 class _Accelerator:
@@ -260,6 +265,19 @@ class _Accelerator:
         some = self._optimizers if optimizer is None else optimizer
         for opt in some if isinstance(some, list | tuple) else [some]:
             self.setup.scaler.unscale_(_own(opt))
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        "Load a state saved in any precision; without a loss scale in it, that of now stays."
+        own = self.scaler
+        try:
+            super().load_state(*args, **kwargs)  # pyright: ignore
+        except FileNotFoundError as e:
+            if own is None or os.path.basename(str(e.filename)) != "scaler.pt":
+                raise
+            self.scaler = None
+            super().load_state(*args, **kwargs)  # pyright: ignore
+        finally:
+            self.scaler = own
 
     def log(self, values: dict, *args: Any, **kwargs: Any) -> None:
         "Also log the loss scale and the number of skipped steps."
@@ -295,12 +313,13 @@ _KINDS = {
 }
 
 
+@delegates(with_masters)
 def use_masters(
     trainer: Any,  # a Hugging Face `Trainer` or an `Accelerator` that has not started
     dtype: torch.dtype | str,  # of the model; or a name, such as "bf16"
     *,
     scaler: LossScaler | None = None,  # default: dynamic in float16, none otherwise
-    **settings: Any,  # of `with_masters`, such as `flat_master`
+    **kwargs: Any,  # settings of `with_masters`, such as `flat_master`
 ) -> Any:  # the same object
     """Make `trainer` train 16-bit weights with float32 masters.
 
@@ -309,7 +328,6 @@ def use_masters(
     Raises: like `with_masters`; MixedPrecisionError if its own mixed precision is on, or it has
     started; TypeError for other objects.
     """
-    setup = _Setup.of(dtype, scaler, settings)
     names = [f"{c.__module__}.{c.__name__}" for c in type(trainer).__mro__]
     kind = next((_KINDS[name] for name in names if name in _KINDS), None)
     if kind is None:
@@ -318,6 +336,7 @@ def use_masters(
             "Accelerator. In Lightning and Fabric use plugins=[MastersPrecision(dtype)], in a loop "
             "with_masters(model, optimizer)"
         )
+    setup = _Setup.of(dtype, scaler, kwargs)
     if kind is _Trainer:
         for name in ("fp16_full_eval", "bf16_full_eval"):
             if getattr(trainer.args, name, False):

@@ -207,6 +207,16 @@ def test_fastais_callback_saves_each_epoch_and_loads_the_best(precision, tmp_pat
         assert_same(state(other), seen[i])
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp16_flat"])
+def test_a_state_with_a_wrong_scale_changes_nothing(precision, tmp_path):
+    """It is checked before the optimizer loads the rest."""
+    learn, other = (trained(precision, tmp_path, seed=seed) for seed in (1, 2))
+    before, wrong = state(learn), other.opt.state_dict() | {"loss_scale": {"scale": -1.0}}
+    with pytest.raises(ValueError, match="not the state of a loss scaler"):
+        learn.opt.load_state_dict(wrong)
+    assert_same(state(learn), before)
+
+
 # Loading in the middle of a fit
 
 EVENTS = ["before_fit", "before_train", "before_batch", "after_backward", "before_step"]

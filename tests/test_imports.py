@@ -8,7 +8,7 @@ import pytest
 
 import mixedfp
 
-CORE = "formats testing cast master scaler layerwise step optimizer report skorch".split()
+CORE = "formats testing cast master scaler layerwise step optimizer report skorch resume".split()
 OTHERS = ("fastai", "skorch", "matplotlib")
 HERE = Path(mixedfp.__file__).parent
 

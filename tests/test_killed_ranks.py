@@ -23,8 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
-from mixedfp.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from mixedfp.checkpoint import Checkpoint
 from mixedfp.optimizer import with_masters
+from mixedfp.resume import load_checkpoint, save_checkpoint
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 

@@ -5,6 +5,7 @@ Here an exception stands for the kill; `test_killed_ranks.py` kills processes.
 
 import os
 import random
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -18,11 +19,14 @@ from fastai.learner import load_model
 from fastai.text.data import LMDataLoader, LMTensorText
 from tiny import Do, dropout_net, images, make_dls, make_learner, one_group, plain, three_groups
 from torch import nn
+from torch.utils.data import DataLoader
 
 from mixedfp.callback import MixedPrecision
-from mixedfp.checkpoint import Checkpoint, load_checkpoint, random_states, save_checkpoint
+from mixedfp.checkpoint import Checkpoint
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.optimizer import masters_of
+from mixedfp.optimizer import masters_of, with_masters
+from mixedfp.resume import load_checkpoint, random_states, save_checkpoint, set_random_states
+from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
 FP16 = dict(loss_scale=2.0**20, growth_interval=5)  # too large a scale, that soon grows again
@@ -93,6 +97,7 @@ def ends(learn):
     found = dict(learn.model.named_parameters()) | dict(learn.model.named_buffers())
     found |= {"weights": dict(learn.model.state_dict()), "opt": learn.opt.state_dict()}
     found["grads"] = [p.grad for p in learn.model.parameters()]
+    found["train_iter"] = vars(learn).get("train_iter")
     found["random"] = [random.random(), float(np.random.rand()), torch.rand(2)]
     if "mp_cb" in vars(learn):
         found["scaler"] = learn.mp_cb.mixed.scaler.state_dict()
@@ -215,7 +220,94 @@ def test_a_finished_run_trains_nothing_and_a_second_fit_all_its_epochs(tmp_path)
     assert not trained
     assert_same(dict(learn.model.state_dict()), end["weights"])
     one_cycle(learn, 2, cbs=[checkpoint, note])
-    assert set(trained) == {0, 1} and Checkpoint("run").resume(start(tmp_path)) == 2
+    assert set(trained) == {0, 1} and Checkpoint("run").resume(start(tmp_path)) == 3
+
+
+# Several fits
+
+
+def dies_in_its_second_epoch():
+    """A start trains one epoch, and is killed in the next."""
+    epochs = []
+
+    def kill(learn):
+        if learn.training and learn.iter == 2:
+            epochs.append(learn.epoch)
+            if len(epochs) == 2:
+                raise Killed
+
+    return Do("before_batch", kill, order=90)
+
+
+def fine_tune(learn, checkpoint, cbs):
+    learn.fine_tune(2, 0.02, freeze_epochs=1, start_epoch=checkpoint.resume(learn), cbs=cbs)
+
+
+def one_fit_after_another(learn, checkpoint, cbs):
+    """What is between the fits does not count."""
+    start = checkpoint.resume(learn)
+    one_cycle(learn, 2, start_epoch=start, cbs=cbs)
+    learn.validate(), learn.get_preds()
+    learn.lr_find(num_it=4, show_plot=False, suggest_funcs=None)
+    torch.manual_seed(0), random.random()
+    steady(learn, 2, start_epoch=start, cbs=cbs)
+
+
+def resumed_before_each(learn, checkpoint, cbs):
+    """By objects of one name, on one Learner."""
+    for checkpoint in (Checkpoint("run"), Checkpoint("run")):
+        cbs = [checkpoint, *cbs[1:]]
+        steady(learn, 2, start_epoch=checkpoint.resume(learn), cbs=cbs)
+
+
+def fine_tuned_twice(learn, checkpoint, cbs):
+    for _ in range(2):
+        fine_tune(learn, checkpoint, cbs)
+
+
+def with_another_before(learn, checkpoint, cbs):
+    """A fit without the callback, between `resume` and the fit."""
+    start = checkpoint.resume(learn)
+    steady(learn, 1)
+    learn.fit_sgdr(2, 1, 0.02, start_epoch=start, cbs=cbs)
+
+
+SEVERAL = {fine_tune: 3, one_fit_after_another: 4, resumed_before_each: 4, fine_tuned_twice: 6,
+           with_another_before: 3}  # fmt: skip
+
+
+@pytest.mark.parametrize("cbs", [list, lambda: [MixUp()]], ids=["plain", "mixup"])
+@pytest.mark.parametrize("fits", SEVERAL, ids=lambda f: f.__name__)
+def test_no_epoch_of_several_fits_is_lost(fits, cbs, tmp_path):
+    """Each start trains one epoch more; the last one ends as an unbroken run."""
+
+    def script(name, *more):
+        learn, checkpoint = start(tmp_path / name, split=three_groups), Checkpoint("run")
+        fits(learn, checkpoint, [checkpoint, *cbs(), *more])
+        return learn
+
+    whole, n_starts, learn = ends(script("whole")), 0, None
+    while learn is None:
+        n_starts += 1
+        with suppress(Killed):
+            learn = script("run", dies_in_its_second_epoch())
+    assert n_starts == SEVERAL[fits]
+    assert_same(ends(learn), whole)
+
+
+def test_other_fits_than_those_of_the_file_are_refused(tmp_path):
+    with pytest.raises(Killed):
+        learn, checkpoint = start(tmp_path), Checkpoint("run")
+        one_cycle(learn, 2, cbs=checkpoint)
+        one_cycle(learn, 3, cbs=[checkpoint, kill_at(1)])
+    for fit in (steady, flat_cos):
+        learn = start(tmp_path)
+        checkpoint, before = Checkpoint("run"), None
+        done = checkpoint.resume(learn)
+        before = ends(learn)
+        with pytest.raises(MixedPrecisionError, match="fit 1 of the run in .* has 2 epochs"):
+            fit(learn, start_epoch=done, cbs=checkpoint)
+        assert_same(ends(learn)["weights"], before["weights"])
 
 
 # The file
@@ -289,6 +381,74 @@ def test_every_byte_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkey
     assert calls == [("fsync", [size]), ("replace", [size])]
 
 
+def test_two_runs_with_one_name_do_not_disturb_each_other(tmp_path, monkeypatch):
+    """One writes while the other does: the last wins. Only parts of dead runs are removed."""
+    file, own, states = tmp_path / "s.pth", os.fsync, iter([{"epoch": 2}])
+
+    def fsync(fd):
+        for state in states:
+            save_checkpoint(state, file)
+            assert load_checkpoint(file) == {"epoch": 2}
+        own(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    old, young = (tmp_path / f"s.pth.{name}.tmp" for name in ("old", "young"))
+    young.touch(), old.touch()
+    os.utime(old, (0, 0))
+    save_checkpoint({"epoch": 1}, file)
+    assert load_checkpoint(file) == {"epoch": 1} and set(tmp_path.iterdir()) == {file, young}
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of which a worker hides some numbers at random."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        noise = torch.rand(4) + random.random() + float(np.random.rand())
+        return noise.round() * (i + torch.arange(4.0))
+
+
+def loop(file, own, die=None):
+    """A script without fastai, as the recipe has it; return what it ends in."""
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model, opt = with_masters(model, torch.optim.AdamW(model.parameters(), 0.1), dtype="fp16")
+    parts = {"model": model, "opt": opt, "scaler": LossScaler(growth_interval=3)}
+    generator = torch.Generator().manual_seed(1) if own else None
+    loader = DataLoader(Rows(), 4, shuffle=True, num_workers=2, generator=generator)
+    start = 0
+    if file.exists():
+        saved = load_checkpoint(file)
+        start = saved["epoch"]
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        set_random_states(saved["random"], [loader])
+    for epoch in range(start, 3):
+        for i, x in enumerate(loader):
+            if (epoch, i) == die:
+                raise Killed
+            opt.zero_grad()
+            parts["scaler"].scale(model(x).square().mean()).backward()
+            parts["scaler"].step(opt)
+            parts["scaler"].update()
+        states = {name: part.state_dict() for name, part in parts.items()}
+        states |= {"random": random_states([loader]), "epoch": epoch + 1}
+        save_checkpoint(states, file)
+    return load_checkpoint(file)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["global", "own generator"])
+@pytest.mark.parametrize("die", [(1, 0), (2, 1)])
+def test_a_loop_with_shuffle_workers_and_dropout(die, own, tmp_path):
+    """Killed between two epochs, and in the middle of one."""
+    whole = loop(tmp_path / "whole.pt", own)
+    with pytest.raises(Killed):
+        loop(tmp_path / "run.pt", own, die)
+    assert_same(loop(tmp_path / "run.pt", own), whole)
+
+
 class Runs:
     """Makes a folder when it is unpickled."""
 
@@ -313,16 +473,51 @@ def _learn_save(file, path):
 
 
 _same = partial(_changed, bytes)
+
+
+def _put(key, value):
+    """Return a writer of a file whose checksums are right, with another value at `key`."""
+
+    def change(state, path):
+        *inner, last = key.split("/")
+        part = state
+        for name in inner:
+            part = part[int(name) if isinstance(part, list) else name]
+        part[last] = value
+        return state
+
+    return partial(_state, change), {}, "is not of the kind"
+
+
 REFUSED = {  # how the file is made, settings of the learner, the message
     "empty": (partial(_changed, lambda d: b""), {}, "is damaged"),
     "half": (partial(_changed, lambda d: d[: len(d) // 2]), {}, "is damaged"),
     "cut": (partial(_changed, lambda d: d[:-1]), {}, "is damaged"),
-    "a bit": (partial(_changed, lambda d: d.replace(b"n_done", b"n_dond", 1)), {}, "is damaged"),
+    "a bit": (
+        partial(_changed, lambda d: d.replace(b"train_iter", b"train_itex", 1)),
+        {},
+        "is damaged",
+    ),
     "of learn.save": (_learn_save, {}, "learn.load reads the files of learn.save"),
     "code": (partial(_state, lambda s, p: s | {"x": Runs(str(p / "made"))}), {}, "more than data"),
     "something else": (partial(_state, lambda s, p: {}), {}, "is not of the kind"),
     "another model": (_same, dict(model=Now), "of another model or optimizer: "),
     "another optimizer": (_same, dict(opt="torch_adamw"), "number of parameters differ"),
+    "not a dict": _put("opt", 3),
+    "no progress": _put("opt/checkpoint", None),
+    "no model": _put("model", None),
+    "no states": _put("opt/state", [3] * 10),
+    "no ranks": _put("opt/checkpoint/ranks", []),
+    "a rank": _put("opt/checkpoint/ranks", [{}]),
+    "a gradient": (*_put("opt/checkpoint/ranks/0/grads/0.weight", torch.ones(2))[:2], "0.weight"),
+    "a random state": _put("opt/checkpoint/ranks/0/random/torch", torch.ones(2)),
+    "another random state": _put("opt/checkpoint/ranks/0/random/python", [1, 2]),
+    "fits": _put("opt/checkpoint/fits", [[3]]),
+    "no fits": _put("opt/checkpoint/fits", []),
+    "train_iter": _put("opt/checkpoint/train_iter", "x"),
+    "a scale": _put("opt/loss_scale", {"scale": -1.0}),
+    "a gradient scale": _put("opt/checkpoint/grad_scale", float("nan")),
+    "counts": _put("opt/checkpoint/callbacks", [3]),
     "other groups": (_same, dict(split=three_groups), "optimizer: group"),
 }
 
@@ -335,10 +530,11 @@ def test_a_refused_file_changes_nothing(precision, kind, after_two, tmp_path):
     make(after_two, tmp_path)
     learn = start(tmp_path, precision, **settings)
     learn.create_opt()
-    before = ends(learn) | {"random": None}
+    random_before, before = random_states(learn.dls), ends(learn)
+    set_random_states(random_before, learn.dls)
     with pytest.raises(MixedPrecisionError, match=message):
         Checkpoint("run").resume(learn)
-    assert_same(ends(learn) | {"random": None}, before)
+    assert_same(ends(learn), before)
     assert not (tmp_path / "made").exists()
 
 

@@ -420,9 +420,13 @@ class Twice:
         return step
 
 
+class TwiceScaling(Twice, Scaling):
+    """Scales each loss of a batch."""
+
+
 @every_mode
 @pytest.mark.parametrize("order", ["above", "below"])
-@pytest.mark.parametrize("own", [OwnSingle, Scaling, Twice])
+@pytest.mark.parametrize("own", [OwnSingle, Scaling, Twice, TwiceScaling])
 def test_overridden_methods_keep_mixed_precision(own, order, mode):
     bases = (own, Net) if order == "above" else (MixedPrecisionMixin, own, NeuralNetClassifier)
     plain = make(None, type("Plain", (own, NeuralNetClassifier), {})).fit(*table())
@@ -431,7 +435,7 @@ def test_overridden_methods_keep_mixed_precision(own, order, mode):
     assert {seen[1].itemsize for seen in net.module_.seen} == {2}
     assert_near(net, plain)
     if "fp16" in mode:  # scaled, one update for each step, and none was skipped
-        n_steps = 16 if own is Twice else 8
+        n_steps = 16 if issubclass(own, Twice) else 8
         assert net.grad_scaler_.n_skipped == 0 and net.grad_scaler_.n_steps == n_steps
         assert net.grad_scaler_.get_scale() == 2.0 ** (10 + n_steps // 3)
 

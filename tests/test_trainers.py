@@ -7,6 +7,7 @@ loop by hand; a run that was saved and resumed ends in those of an unbroken one.
 import copy
 import csv
 import gc
+import inspect
 import itertools
 import os
 import pickle
@@ -302,9 +303,27 @@ def test_a_resumed_run_ends_as_an_unbroken_one(train, flat, dtype, tmp_path):
     path += "/checkpoint-2" if train is by_trainer else ""
     resumed = train(dtype, batches(1), resume=path, **settings)
     assert_same({**resumed, "skipped": 1}, unbroken)
-    train("bf16", batches(), resume=path)  # after float16, say
-    if (train, dtype) != (by_trainer, "fp16"):  # a plain Trainer cannot read a scale
-        train(None, batches(), resume=path)
+
+
+@ANY
+@pytest.mark.parametrize("saved", [None, "fp32", "bf16", "fp16"])
+def test_a_state_of_any_precision_continues_in_any_other(train, saved, tmp_path):
+    """Near to what float32 gives; without a saved scale the scaler's first one stays."""
+    path, whole = str(tmp_path / "saved"), train(None, batches())
+    train(saved, batches()[:4], save=path)
+    path += "/checkpoint-2" if train is by_trainer else ""
+    for loaded in (None, "fp32", "bf16", "fp16"):
+        if (train, saved, loaded) == (by_trainer, "fp16", None):
+            continue  # a plain Trainer cannot read a scale
+        if train is by_fabric and saved is None and loaded is not None:
+            with pytest.raises(KeyError, match="plugin"):  # Fabric misses an entry of the state
+                train(loaded, batches(), resume=path)
+            continue
+        found = train(loaded, batches(), resume=path)
+        assert found["skipped"] == 0
+        assert [s["step"] for s in found["opt"].values()] == [4] * 6
+        for now, then in zip(found["model"].values(), whole["model"].values(), strict=True):
+            torch.testing.assert_close(now, then, rtol=0.05, atol=0.05)
 
 
 # Two processes
@@ -631,6 +650,12 @@ def test_lightnings_own_precision_beside_the_plugin_is_its_error():
         trainer_of([MastersPrecision("bf16")], precision="bf16-mixed")
 
 
+def test_signatures_name_the_settings():
+    settings = set(inspect.signature(with_masters).parameters) - {"model", "optimizers"}
+    for f in (MastersPrecision, use_masters):
+        assert set(inspect.signature(f).parameters) - {"trainer"} == settings | {"scaler"}
+
+
 def test_a_plugin_is_pickled_for_spawned_processes():
     plugin = pickle.loads(pickle.dumps(MastersPrecision("fp16", flat_master=True)))
     assert isinstance(plugin, lightning.pytorch.plugins.Precision)
@@ -723,6 +748,19 @@ def test_accelerate_needs_the_model_of_an_optimizer():
     accelerator, net = use_masters(accelerate.Accelerator(cpu=True), "bf16"), make_net()
     with pytest.raises(MixedPrecisionError, match=r"prepare\(model, optimizer\)"):
         accelerator.prepare(SGD(net.parameters(), lr=0.1))
+
+
+def test_accelerate_unscales_the_gradients_of_all_optimizers():
+    accelerator = use_masters(accelerate.Accelerator(cpu=True), "fp16")
+    nets = [make_net(), make_net()]
+    prepared = accelerator.prepare(*nets, *[SGD(net.parameters(), lr=0.1) for net in nets])
+    (x, y), *_ = batches()
+    for net in nets:
+        accelerator.backward(cross_entropy(net(x), y))
+    for which in (None, prepared[2:]):
+        accelerator.unscale_gradients(which)
+        for net in nets:
+            assert 0 < max(float(p.grad.norm()) for p in net.parameters()) < 3
 
 
 # Hugging Face
@@ -898,6 +936,7 @@ def test_conflicts_are_told(tmp_path, monkeypatch):
     refuses("flat_matser", make(), flat_matser=True)
     refuses("MastersPrecision", trainer_of([]))
     refuses("with_masters", make_net())
+    refuses("`trainer` is a str", "bf16", make())
     trainer = make()
     begin = transformers.TrainerCallback()
     begin.on_train_begin = lambda *_, **__: refuses("has begun", trainer)

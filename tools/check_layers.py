@@ -6,13 +6,13 @@
                 this order
     4 step      step; then diagnose, which inspects a model's numbers without a trainer: report,
                 audit, memory, overflow, and the package itself, which exports their names
-    5 trainers  optimizer, callback ‖ skorch ‖ trainers, checkpoint ‖ fsdp
+    5 trainers  optimizer, resume, callback ‖ skorch ‖ trainers, checkpoint ‖ fsdp
     6 tools     examples, compare, command, all
 
-Floors 1 to 4, `optimizer` and `trainers` need only torch, fastcore and the standard library; a
-function there can still import matplotlib or pandas when it draws a plot or a table, and `trainers`
-a trainer's packages. `command` imports the training code inside a function, so that `--help`
-responds at once.
+Floors 1 to 4, `optimizer`, `resume` and `trainers` need only torch, fastcore and the standard
+library (`resume` also NumPy, whose random state it saves); a function there can still import
+matplotlib or pandas when it draws a plot or a table, and `trainers` a trainer's packages. `command`
+imports the training code inside a function, so that `--help` responds at once.
 """
 
 import ast
@@ -31,15 +31,17 @@ FLOORS = [
     [{f"engine.{name}"} for name in ENGINE],
     [{"step"}, {"diagnose.report", "diagnose.audit", "diagnose.memory"}, {"diagnose.overflow"}]
     + [{"diagnose"}],
-    [{"optimizer"}, {"callback", "skorch", "trainers"}, {"checkpoint", "fsdp"}],
+    [{"optimizer", "resume"}, {"callback", "skorch", "trainers"}, {"checkpoint", "fsdp"}],
     [{"examples"}, {"compare"}, {"command"}, {"all"}],
 ]
 STEPS = [names for floor in FLOORS for names in floor]
 BELOW = {name: set().union(*STEPS[:i]) for i, names in enumerate(STEPS) for name in names}
-BARE = set().union(*(names for floor in FLOORS[:4] for names in floor)) | {"optimizer", "trainers"}
+BARE = set().union(*(names for floor in FLOORS[:4] for names in floor))
+BARE |= {"optimizer", "resume", "trainers"}
 
 STANDS_BESIDE = {"callback": "skorch", "checkpoint": "skorch", "skorch": "fastai"}
 ON_IMPORT = sys.stdlib_module_names | {"torch", "fastcore"}
+ALSO = {"resume": {"numpy"}}
 IN_FUNCTIONS = {name: ON_IMPORT | {"matplotlib", "pandas"} for name in BELOW}
 
 
@@ -70,7 +72,9 @@ def complaint(module: str, name: str, in_function: bool) -> str | None:
             return f"imports {PACKAGE}.{own}, which is not below it"
     elif module == "command" and not in_function and package not in sys.stdlib_module_names:
         return f"imports {package}: use only the standard library, so that `--help` is fast"
-    elif module in BARE and package not in (IN_FUNCTIONS[module] if in_function else ON_IMPORT):
+    elif module in BARE and package not in (
+        IN_FUNCTIONS[module] if in_function else ON_IMPORT | ALSO.get(module, set())
+    ):
         return f"imports {package}: only torch and fastcore are allowed there"
     elif package == STANDS_BESIDE.get(module):
         return f"imports {package}: trainers must not import each other's libraries"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from notebooks import ROOT
 
-LINES, CODE, MODULES, FUNCTION = 7900, 5665, 33, 60  # all lines of all modules
+LINES, CODE, MODULES, FUNCTION = 7900, 5665, 34, 60  # all lines of all modules
 TEST_LINES = 15240
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 
