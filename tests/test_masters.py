@@ -1,16 +1,13 @@
 """The parameters are the masters: whose they are, where they lie, and which dtypes they have."""
 
 import copy
-import gc
-import weakref
 from functools import partial
 
 import pytest
 import tiny
 import torch
 from fastai.optimizer import OptimWrapper
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch import nn
 
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
 from mixedfp.optimizer import with_masters
@@ -178,38 +175,3 @@ def test_the_step_of_one_optimizer_leaves_the_graph_of_another(dtype, flat):
         for p, was in zip(both.parameters(), before, strict=True):
             assert (p in own) or torch.equal(p, was)
         assert any(not torch.equal(p, w) for p, w in zip(both.parameters(), before, strict=True))
-
-
-def test_the_vectors_are_freed_with_the_model():
-    model = nn.Linear(4, 4)
-    model, opt = with_masters(model, torch.optim.AdamW(model.parameters()), flat_master=True)
-    kept = weakref.ref(model)
-    del model, opt
-    gc.collect()
-    assert kept() is None
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-def test_a_wrapped_model_may_be_passed(flat, tmp_path):
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/at", rank=0, world_size=1
-    )
-    try:
-        weights = []
-        for is_wrapped_before in (True, False):
-            torch.manual_seed(0)
-            model = make_model()
-            opt = torch.optim.SGD(model.parameters(), 0.1)
-            if is_wrapped_before:
-                model, opt = with_masters(DDP(model), opt, dtype="bf16", flat_master=flat)
-                assert isinstance(model, DDP)
-            else:
-                model = DDP(with_masters(model, opt, dtype="bf16", flat_master=flat)[0])
-            for i in range(3):
-                opt.zero_grad()
-                model(torch.full((3, 4), float(i))).square().mean().backward()
-                opt.step()
-            weights.append(dict(model.state_dict()))
-        assert_same(*weights)
-    finally:
-        distributed.destroy_process_group()

@@ -131,19 +131,19 @@ def make(net=Net, two=False, fused=False):
 
 def train(
     rank, net=Net, dtype=BF16, ddp=None, n_parts=1, n_passes=1, bad=None, clip=None, wrap=None,
-    some=False, hook=None, is_last=True, freeze=False, two=False, fused=False, **layout,
+    some=False, hook=None, is_last=True, is_wrapped=False, freeze=False, two=False, fused=False,
+    **layout,
 ):  # fmt: skip
     """Train by five steps under DDP; return what both processes must agree on."""
     model, opts = make(net, two, fused)
-    add = lambda: with_masters(model, *opts, dtype=dtype, **layout)  # noqa: E731
     if is_last:
-        add()
+        with_masters(model, *opts, dtype=dtype, **layout)
     whole = model if wrap is None else wrap(model)
     shared = whole
     if wrap not in (Parts, each_inside):
         shared = DistributedDataParallel(whole, **(ddp or {}))
     if not is_last:
-        add()
+        with_masters(shared if is_wrapped else model, *opts, dtype=dtype, **layout)
     if hook:
         shared.register_comm_hook(None, getattr(default_hooks, hook))
     is_scaled, grads = dtype == HALF, []
@@ -199,6 +199,7 @@ BOTH = {  # flat and not
     "bf16": {},
     "bad": dict(bad=2),
     "last": dict(is_last=False),
+    "wrapped": dict(is_last=False, is_wrapped=True),
     "no_sync": dict(n_parts=3),
     "two passes": dict(n_passes=2),
     "some": dict(some=True, ddp=dict(find_unused_parameters=True)),
@@ -358,7 +359,7 @@ def test_gradients_are_the_mean_of_both_processes(name, ranks):
 
 
 SAME = [(n, n.replace(", flat", ", each")) for n in CASES if n.endswith(", flat")]
-SAME += [(n, "bf16, each") for n in ("last, each", "views", "buckets", "hook")]
+SAME += [(n, "bf16, each") for n in ("last, each", "wrapped, each", "views", "buckets", "hook")]
 
 
 @pytest.mark.parametrize("name, other", SAME)
