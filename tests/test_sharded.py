@@ -89,24 +89,6 @@ def sharded_run(make_scaler, mesh, rank):
     return [p.full_tensor() for p in model.parameters()], scales
 
 
-def skipped_run(mesh, dtype):
-    """Return weights and optimizer state around a step that overflows on the last rank alone."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
-    model = fully_shard(net(), mesh=mesh, mp_policy=policy)
-    opt, scaler = torch.optim.AdamW(model.parameters(), lr=0.1), LossScaler("cpu", 64.0)
-    found = []
-    for factor in (1.0, math.inf, 1.0):
-        loss = model(torch.ones(5, 4)).pow(2).mean()
-        if mesh.get_local_rank() == N - 1:
-            loss = loss * factor
-        opt.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(opt)
-        scaler.update()
-        found.append(copy.deepcopy([local(model.state_dict()), local(opt.state_dict()["state"])]))
-    return found, scaler.skipped, {t.dtype for t in found[0][0].values()}
-
-
 def local(tree):
     """Return what this process holds of a tree of tensors."""
     if isinstance(tree, dict):
@@ -228,7 +210,6 @@ def work(rank, folder):
         "sum": partial_sum(grid),
         "ours": sharded_run(LossScaler, line, rank),
         "theirs": sharded_run(GradScaler, line, rank),
-        "skipped": [skipped_run(line, dtype) for dtype in (torch.float16, torch.bfloat16)],
         "refused": refused(line),
         "with_masters": with_shards_as_masters(line, rank, folder),
     }
@@ -256,15 +237,6 @@ def test_a_sharded_run_is_that_of_pytorchs_scaler(ranks):
         assert_same(found["ours"], found["theirs"])
         assert found["ours"][1][-1] == 64.0 * 0.5**N  # each process's overflow counted for all
     assert_same(ranks[0]["ours"], ranks[1]["ours"])
-
-
-def test_a_skipped_step_changes_nothing(ranks):
-    """Weights and moments of every process; the shards are float32."""
-    for found in ranks:
-        for (first, second, third), skipped, dtypes in found["skipped"]:
-            assert skipped == [1] and dtypes == {torch.float32}
-            assert_same(second, first)
-            assert not third[0]["0.weight"].equal(first[0]["0.weight"])
 
 
 def test_what_is_refused_and_left_as_it_was(ranks):
