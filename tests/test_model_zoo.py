@@ -97,20 +97,18 @@ class Diffusion(nn.Module):
 
 
 class Graph(nn.Module):
-    """Adds up messages of neighbours, weighted by attention if asked for."""
+    """Adds up messages of neighbours, weighted by attention."""
 
-    def __init__(self, attends):
+    def __init__(self):
         super().__init__()
         self.message, self.norm, self.out = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 3)
-        self.score = nn.Linear(32, 1) if attends else None
+        self.score = nn.Linear(32, 1)
 
     def forward(self, x, edges):
         x, (a, b) = self.message(x), edges
-        sent = x[a]
-        if self.score is not None:
-            weight = self.score(torch.cat([x[a], x[b]], 1)).exp()
-            total = weight.new_zeros(len(x), 1).index_add(0, b, weight)
-            sent = sent * weight / total[b]
+        weight = self.score(torch.cat([x[a], x[b]], 1)).exp()
+        total = weight.new_zeros(len(x), 1).index_add(0, b, weight)
+        sent = x[a] * weight / total[b]
         found = sent.new_zeros(len(x), 16).index_add(0, b, sent)
         return self.out(self.norm(found).relu())
 
@@ -125,34 +123,6 @@ class Points(nn.Module):
     def forward(self, where, queries):
         weights = softmax(-torch.cdist(queries, where), 1)
         return self.head((weights @ self.features(where - 100)).tanh())
-
-
-class Recurrent(nn.Module):
-    """Words, a recurrent layer, a head."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.words, self.cell = nn.Embedding(30, 16), kind(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x):
-        return self.head(self.cell(self.words(x))[0][:, -1])
-
-
-class Encoder(nn.Module):
-    """A transformer of PyTorch's own, with a mask of minus infinity."""
-
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.words, self.body = nn.Embedding(30, 16), nn.TransformerEncoder(layer, 2)
-
-    def forward(self, x, mask):
-        return self.body(self.words(x), mask=mask)
-
-
-def graph(attends):
-    return Graph(attends), (torch.randn(10, 8), torch.randint(10, (2, 40))), {}
 
 
 def awd_lstm():
@@ -200,12 +170,8 @@ ZOO = {
     "whisper": partial(of_transformers, "Whisper", "ForConditionalGeneration", WHISPER,
                        input_features=torch.randn(2, 8, 32), labels=WORDS),
     "diffusion": lambda: (Diffusion(), (*images(), torch.tensor([999.3986, 833.0])), {}),
-    "graph": partial(graph, False),
-    "graph_attention": partial(graph, True),
+    "graph": lambda: (Graph(), (torch.randn(10, 8), torch.randint(10, (2, 40))), {}),
     "points": lambda: (Points(), (100 + torch.randn(20, 3), 100 + torch.randn(9, 3)), {}),
-    "gru": lambda: (Recurrent(nn.GRU), (WORDS,), {}),
-    "lstm": lambda: (Recurrent(nn.LSTM), (WORDS,), {}),
-    "encoder": lambda: (Encoder(), (WORDS, torch.full((6, 6), -torch.inf).triu(1)), {}),
     "awd_lstm": awd_lstm,
     "fastai_unet": unet,
     "fastai_tabular": tabular,
@@ -259,7 +225,6 @@ SCALE = 16.0  # of the loss: float16 would lose small gradients
 WAYS = {"float32": (False, False), "autocast": (False, True), "rounded": (True, False)}
 
 
-@lru_cache(1)  # the tests of one model and dtype come one after another
 def oracle(name, dtype):
     """Return the model, and its float32 output and gradients with the distances allowed."""
     net, args, kwargs = ready(name)
@@ -290,14 +255,12 @@ def has_lstm(dtype):
     return True
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["", "native"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, native", [("bf16", True), ("fp16", False)])
 @pytest.mark.parametrize("name", ZOO)
 def test_a_model_is_as_near_to_float32_as_under_autocast_and_trains(name, dtype, native):
     if "lstm" in name and not has_lstm(DTYPES[dtype]):
         pytest.skip("this CPU has no LSTM of this dtype, under autocast neither")
     net, args, kwargs, exact, exact_grads, allowed = oracle(name, dtype)
-    net = copy.deepcopy(net)
     opt = torch.optim.AdamW(net.parameters(), 1e-3)
     net, opt = with_masters(net, opt, dtype=dtype, native=native)
     with torch.no_grad():
