@@ -6,7 +6,6 @@ Oracles: the same model in float32, the same pass without the tool, and sums tha
 import copy
 import functools
 import gc
-import io
 import pickle
 import threading
 import types
@@ -644,13 +643,9 @@ def test_parameters_that_change_in_training(change, dtype, flat):
 
 
 @flats
-def test_copies_and_files_are_of_a_plain_model(flat, tmp_path):
+def test_copies_are_plain_models(flat):
     half, _ = mixed(net(), flat_master=flat)
-    file = io.BytesIO()
-    torch.save(half, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for twin in (copy.deepcopy(half), pickle.loads(pickle.dumps(half)), loaded):
+    for twin in (copy.deepcopy(half), pickle.loads(pickle.dumps(half))):
         assert_same(dict(twin.state_dict()), dict(half.state_dict()))
         assert_same(twin(X), net()(X))
         assert all(p.is_leaf and p.dtype == FULL for p in twin.parameters())
