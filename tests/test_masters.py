@@ -1,12 +1,10 @@
 """The parameters are the masters: whose they are, where they lie, and which dtypes they have."""
 
 import copy
-from functools import partial
 
 import pytest
 import tiny
 import torch
-from fastai.optimizer import OptimWrapper
 from torch import nn
 
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
@@ -16,29 +14,6 @@ from mixedfp.testing import assert_same
 
 def make_model():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-
-
-def fused(params, **kwargs):
-    """PyTorch's fused AdamW for fastai, as the guide on speed writes it."""
-    return OptimWrapper(params, partial(torch.optim.AdamW, fused=True), **kwargs)
-
-
-@pytest.mark.parametrize("to", ["to_bf16", "to_fp16"])
-def test_a_fused_optimizer_follows_the_rates_of_groups_and_schedules(to):
-    """`fit_one_cycle` with a slice of rates: flat has the same bits, and unfused nearly so."""
-    runs = {}
-    for name, opt, flat in (("flat", fused, True), ("each", fused, False), ("plain", None, True)):
-        opt = tiny.torch_optimizer(torch.optim.AdamW) if opt is None else opt
-        learn = tiny.make_learner(opt, splitter=tiny.three_groups, seed=3)
-        getattr(learn, to)(flat_master=flat)
-        with learn.no_bar(), learn.no_logging():
-            learn.fit_one_cycle(2, slice(1e-3, 1e-2))
-        rates = [h["lr"] for h in learn.opt.hypers]
-        assert rates[0] < rates[-1] and len(rates) == 3
-        runs[name] = tiny.weights(learn)
-    assert_same(runs["flat"], runs["each"])
-    for k, v in runs["plain"].items():
-        torch.testing.assert_close(runs["flat"][k].float(), v.float(), rtol=0.02, atol=2e-3)
 
 
 def test_a_file_with_a_broken_loss_scale_changes_nothing():
@@ -156,22 +131,3 @@ def test_packed_weights_and_buffers_keep_their_bits(dtype, flat):
     for found in (model, copy.deepcopy(model), opt.masters.float_model()):
         assert {k: type(getattr(found, k)) for k in names}["packed"] is PackedWeight
         assert_same({k: getattr(found, k).detach().view(torch.uint8) for k in names}, before)
-
-
-@LAYOUTS
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_step_of_one_optimizer_leaves_the_graph_of_another(dtype, flat):
-    """Both losses come from outputs of both halves, and the first step precedes the second."""
-    halves = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(2)]
-    opts = [torch.optim.AdamW(m.parameters(), 0.01) for m in halves]
-    both = nn.ModuleList(halves)
-    with_masters(both, *opts, dtype=dtype, flat_master=flat)
-    a, b = (m(torch.ones(5, 3)) for m in both)
-    for loss, opt in zip(((a - b.detach()).sum(), (b - a.detach()).abs().sum()), opts, strict=True):
-        before = [p.detach().clone() for p in both.parameters()]
-        loss.backward()
-        opt.step()
-        own = {p for g in opt.param_groups for p in g["params"]}
-        for p, was in zip(both.parameters(), before, strict=True):
-            assert (p in own) or torch.equal(p, was)
-        assert any(not torch.equal(p, w) for p, w in zip(both.parameters(), before, strict=True))

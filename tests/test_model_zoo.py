@@ -6,7 +6,7 @@ to half as much again where 16-bit weights make sums 16-bit that autocast leaves
 """
 
 import copy
-from functools import lru_cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.functional import softmax
 
 from mixedfp.optimizer import with_masters
-from mixedfp.testing import assert_same
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WORDS = torch.arange(12).view(2, 6) % 30
@@ -282,50 +281,3 @@ def test_a_model_is_as_near_to_float32_as_under_autocast_and_trains(name, dtype,
 
 def _has_grad(p):
     return p.grad is not None and p.grad.any()
-
-
-DETECTORS = {
-    "retinanet": "retinanet_resnet50_fpn",
-    "faster_rcnn": "fasterrcnn_mobilenet_v3_large_320_fpn",
-}
-
-
-@lru_cache
-def losses_of_a_detector(name, dtype=None, autocast=False):
-    """Return the boxes and losses of a detector in its first batch, after which it took a step."""
-    models = pytest.importorskip("torchvision").models.detection
-    torch.manual_seed(0)
-    sizes = dict(weights=None, weights_backbone=None, num_classes=3, min_size=160, max_size=160)
-    net = getattr(models, DETECTORS[name])(**sizes)
-    for m in net.modules():
-        if isinstance(m, nn.modules.batchnorm._BatchNorm):
-            m.eval()
-    targets = [{"boxes": torch.tensor([[13.3, 25.7, 140.1, 150.9]]), "labels": torch.tensor([1])}]
-    opt = torch.optim.SGD(net.parameters(), 0.001)
-    if dtype is not None:
-        net, opt = with_masters(net, opt, dtype=dtype)
-    torch.manual_seed(1)
-    seen = []
-    net.transform.register_forward_hook(lambda m, args, out: seen.append(out[1][0]["boxes"]))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = net([torch.rand(3, 160, 160)], targets)
-    if not autocast:
-        sum(found.values()).backward()
-        opt.step()
-    assert dtype is None or opt.masters.n_skipped == 0
-    return seen[0], {k: v.item() for k, v in found.items()}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", DETECTORS)
-def test_a_detector_keeps_its_boxes(name, dtype):
-    """Boxes are targets among the arguments: rounded, they would move."""
-    boxes, found = losses_of_a_detector(name, dtype)
-    true_boxes, exact = losses_of_a_detector(name)
-    assert_same(boxes, true_boxes)
-    _, autocast = losses_of_a_detector(name, autocast=True)
-    print(f"{name} {dtype}: {found}, autocast {autocast}, float32 {exact}")
-    for k, v in found.items():
-        # proposals are chosen by scores that hardly differ in a model that is not trained
-        near = 0.25 if k in ("loss_box_reg", "loss_classifier") else 0.005
-        assert abs(v - exact[k]) <= near * abs(exact[k]) + 2 * abs(autocast[k] - exact[k])

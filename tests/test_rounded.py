@@ -53,7 +53,9 @@ def grads(model):
 
 def is_clean(model):
     parts = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
-    return all(t.dtype == FULL for t in parts) and not torch.is_autocast_enabled("cpu")
+    modes = torch.overrides._get_current_function_mode_stack()
+    is_off = not (modes or torch.is_autocast_enabled("cpu"))
+    return is_off and all(t.dtype == FULL for t in parts)
 
 
 def assert_close(a, b, tol=0.03):

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -168,26 +167,6 @@ def test_checkpointing_computes_the_same_twice(reentrant):
         out = checkpoint(torch.matmul, x, w, use_reentrant=reentrant)
     out.sum().backward()
     assert w.grad is not None and (reentrant or spy.seen["mm"] == {BF16})
-
-
-class Count(TorchFunctionMode):
-    n = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.n += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_modes_of_others_stay_when_ours_is_left(error):
-    x = torch.ones(1, 1, dtype=HALF)
-    with Count() as count:
-        with pytest.raises(error), InFloat32(HALF), InFloat32(HALF):
-            raise error
-        n = count.n
-        F.linear(x, x)
-        assert count.n > n
-    assert len(torch.overrides._get_current_function_mode_stack()) == 0
 
 
 # What the processor is
