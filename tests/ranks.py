@@ -18,11 +18,6 @@ from torch import distributed
 SECONDS = 600  # for all the work, on a busy machine; then the processes are killed
 
 
-def on_two_ranks(work: Callable[[int], Any], folder: Path, preload: tuple[str, ...] = ()) -> list:
-    """Run `on_ranks` with two processes."""
-    return on_ranks(2, work, folder, preload)
-
-
 def on_ranks(
     n: int,
     work: Callable[[int], Any],

@@ -69,8 +69,3 @@ def test_each_message_of_the_troubleshooting_page_is_printed_on_it():
     found = messages(page.cells)
     assert len(found) == 7
     assert [message for message, printed in found.items() if message not in printed] == []
-
-
-def test_a_message_that_is_not_printed_is_seen():
-    cell = nbformat.v4.new_markdown_cell("## `a b`\n\nText.\n\n## No message")
-    assert messages([cell]) == {"a b": ""}

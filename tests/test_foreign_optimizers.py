@@ -15,10 +15,7 @@ others = pytest.importorskip("pytorch_optimizer")
 schedulefree = pytest.importorskip("schedulefree")
 
 BF16 = torch.bfloat16
-LAYOUTS = {
-    "a master each": {},
-    "flat": dict(flat_master=True),
-}
+LAYOUTS = {"a master each": {}, "flat": dict(flat_master=True)}
 
 
 def muon_and_adamw(model):
@@ -137,11 +134,5 @@ def test_muon_orthogonalizes_on_landed_steps_only(dtype, layout, monkeypatch):
         scaler.update()
     assert len(calls) == 3 * 2  # three landed steps of two matrices
     assert scaler.n_skipped == 3
-
-
-@each_layout
-def test_the_momentum_of_muon_is_float32(layout):
-    """PyTorch gives it the dtype of the gradient, which is float32 here."""
-    run = Run("Muon beside AdamW", BF16, layout).train(range(2))
-    states = [v for s in run.opts[0].state.values() for v in s.values()]
-    assert states and all(v.dtype == torch.float32 for v in states if v.ndim)
+    states = [v for s in run.opts[0].state.values() for v in s.values() if v.ndim]
+    assert states and all(v.dtype == torch.float32 for v in states)  # that of the gradient

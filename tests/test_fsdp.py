@@ -14,8 +14,6 @@ from fastai.optimizer import Adam, OptimWrapper
 from ranks import on_ranks
 from tiny import Do
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import mixedfp.callback  # noqa: F401, gives Learner to_bf16
@@ -32,10 +30,8 @@ N = 2
 TORCH = partial(OptimWrapper, opt=torch.optim.AdamW)
 CASES = {
     "fp32": dict(dtype=torch.float32),
-    "fp32 again": dict(dtype=torch.float32),
     "fp32, torch": dict(dtype=torch.float32, opt_func=TORCH),
     "bf16": {},
-    "bf16 again": {},
     "bf16, torch": dict(opt_func=TORCH),
     "fp16": dict(dtype=torch.float16, bad=True),
     "bf16, inf": dict(bad=True),
@@ -108,26 +104,6 @@ def find(rank, n, folder, bad=False, **settings):
         return rate, losses, before, whole(learn)
 
 
-def by_dcp(rank, folder):
-    """Return the weights of a run, and of one that was loaded by DCP before its last epoch."""
-    found, state = [], {}
-    for seed in (0, 1):
-        learn = make(N, folder, opt_func=TORCH, seed=seed)
-        with learn.fsdp_ctx(shard=nn.Sequential):
-            learn.fit(1, 1e-2)
-            opt = learn.opt.opt
-            state = dict(zip(("model", "opt"), get_state_dict(learn.model, opt), strict=True))
-            if not seed:
-                dcp.save(state, checkpoint_id=folder / "dcp")
-            else:
-                dcp.load(state, checkpoint_id=folder / "dcp")
-                given = dict(model_state_dict=state["model"], optim_state_dict=state["opt"])
-                set_state_dict(learn.model, opt, **given)
-            learn.fit(1, 1e-2)
-            found.append(whole(learn))
-    return found
-
-
 def by_hand(rank, folder):
     """Return the loss of a Learner whose model was sharded before, and its file's dtypes."""
     learn = make(1, folder, dtype=torch.float32)  # both processes have the same batches
@@ -176,7 +152,6 @@ def work(rank, n, folder):
     found["find, inf"] = find(rank, n, folder, bad=True)
     found["find, fp16"] = find(rank, n, folder, dtype=torch.float16, opt_func=TORCH)
     if n > 1:
-        found["dcp"] = by_dcp(rank, folder)
         found["by hand"] = by_hand(rank, folder)
         refused(folder)
     return found
@@ -210,12 +185,6 @@ def test_two_processes_train_as_one(name, runs):
     assert first["shown"].allclose(one["shown"], atol=10 * limit)
 
 
-def test_two_runs_are_equal_bit_for_bit(runs):
-    for name in ("fp32", "bf16"):
-        for rank in runs[1]:
-            assert_same(rank[name]["weights"], rank[f"{name} again"]["weights"])
-
-
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_saved_file_resumes_and_loads_into_a_plain_learner(name, runs):
     """With the optimizer's state, of fastai and of torch."""
@@ -243,11 +212,6 @@ def test_an_infinite_loss_in_one_process_ends_the_search_in_all(runs):
         _, losses, before, after = rank["find, inf"]
         assert len(losses) == 40
         assert_same(after, before)
-
-
-def test_dcp_resumes_a_learner(runs):
-    for rank in runs[1]:
-        assert_same(rank["dcp"][1], rank["dcp"][0])
 
 
 def test_a_model_may_be_sharded_by_hand(runs):

@@ -1,7 +1,8 @@
 """Two processes, of which one is killed at a random moment; all continue from the last whole file.
 
 They end in the bits of a run that was not broken. Run as a script, `python test_killed_ranks.py
-FOLDER`, this trains, and forks each start after the imports. `KILLS=30` kills each that often.
+FOLDER`, this trains a Learner, and forks each start after the imports. `KILLS=30` kills each so
+often.
 """
 
 import os
@@ -19,14 +20,9 @@ import tiny
 import torch
 from fastai.callback.training import GradientAccumulation
 from ranks import on_ranks, run_as_script
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
 from mixedfp.checkpoint import Checkpoint
-from mixedfp.optimizer import with_masters
-from mixedfp.resume import load_checkpoint, save_checkpoint
-from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
 pytest.importorskip("accelerate")
@@ -50,35 +46,7 @@ def learner(rank, folder):
     return start, tiny.weights(learn), tiny.opt_state(learn), learn.mp_cb.loss_scale
 
 
-def loop(rank, folder):
-    """Train by hand under DDP; the first process writes a file."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.BatchNorm1d(8))
-    opt = torch.optim.AdamW(model.parameters(), 0.1)
-    with_masters(model, opt, dtype="fp16", flat_master=True)
-    scaler = LossScaler("cpu", init_scale=2.0**20, growth_interval=3)
-    parts, file, states = dict(model=model, opt=opt, scaler=scaler), folder / "run.pt", {}
-    if file.exists():
-        states = load_checkpoint(file)
-        for k, part in parts.items():
-            part.load_state_dict(states[k])
-    start = states.get("epoch", 0)
-    ddp = DistributedDataParallel(model)
-    for epoch in range(start, N_EPOCHS):
-        rng = torch.Generator().manual_seed(2 * epoch + rank)
-        for _ in range(4):
-            opt.zero_grad()
-            scaler.scale(ddp(torch.randn(5, 4, generator=rng)).pow(2).mean()).backward()
-            scaler.unscale_(opt)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(opt)
-            scaler.update()
-        if rank == 0:
-            states = {k: part.state_dict() for k, part in parts.items()}
-            save_checkpoint({**states, "epoch": epoch + 1}, file)
-    return start, {k: part.state_dict() for k, part in parts.items()}
-
-
-def start(rank, mode, folder, victim=None, last=None):
+def start(rank, folder, victim=None, last=None):
     """Train in a process, which may be the victim; count its calls, note those that write."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
@@ -93,20 +61,20 @@ def start(rank, mode, folder, victim=None, last=None):
 
     sys.setprofile(see)
     try:
-        ends = mode(rank, folder)
+        ends = learner(rank, folder)
     finally:
         sys.setprofile(None)
     return ends, next(numbers), writes
 
 
-def runs(mode, folder, n):
+def runs(folder, n):
     """Run unbroken, then broken `n` times; return (ends expected, [ends])."""
     chance, found = random.Random(0), []
 
     def on_two(name, **kwargs):
         (folder / name).mkdir(parents=True, exist_ok=True)
         meet = Path(tempfile.mkdtemp(dir=folder))
-        work = partial(start, mode=mode, folder=folder / name, **kwargs)
+        work = partial(start, folder=folder / name, **kwargs)
         return on_ranks(2, work, meet, method="fork")
 
     whole = on_two("whole")
@@ -127,15 +95,15 @@ def runs(mode, folder, n):
 def test_all_continue_from_the_last_checkpoint_in_the_same_bits(tmp_path):
     """Weights, buffers, states and scale, on both ranks, wherever one was killed."""
     run_as_script(__file__, tmp_path)
-    for whole, broken in torch.load(tmp_path / "found.pt", weights_only=False):
-        for ends in broken:
-            for (_, *expected), (_, *got) in zip(whole, ends, strict=True):
-                assert_same(got, expected)
-            assert ends[0][0] == ends[1][0]  # both began with the same epoch
-        assert any(ends[0][0] for ends in broken)  # some were in the middle
+    whole, broken = torch.load(tmp_path / "found.pt", weights_only=False)
+    for ends in broken:
+        for (_, *expected), (_, *got) in zip(whole, ends, strict=True):
+            assert_same(got, expected)
+        assert ends[0][0] == ends[1][0]  # both began with the same epoch
+    assert any(ends[0][0] for ends in broken)  # some were in the middle
 
 
 if __name__ == "__main__":
     torch.compiler.reset()  # imports, once for all, what DDP would import in each start
     folder, n = Path(sys.argv[1]), int(os.environ.get("KILLS", 3))
-    torch.save([runs(f, folder / f.__name__, n) for f in (learner, loop)], folder / "found.pt")
+    torch.save(runs(folder, n), folder / "found.pt")

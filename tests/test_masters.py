@@ -1,16 +1,11 @@
 """The parameters are the masters: whose they are, where they lie, and which dtypes they have."""
 
 import copy
-import gc
-import weakref
-from functools import partial
 
 import pytest
 import tiny
 import torch
-from fastai.optimizer import OptimWrapper
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch import nn
 
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
 from mixedfp.optimizer import with_masters
@@ -19,29 +14,6 @@ from mixedfp.testing import assert_same
 
 def make_model():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-
-
-def fused(params, **kwargs):
-    """PyTorch's fused AdamW for fastai, as the guide on speed writes it."""
-    return OptimWrapper(params, partial(torch.optim.AdamW, fused=True), **kwargs)
-
-
-@pytest.mark.parametrize("to", ["to_bf16", "to_fp16"])
-def test_a_fused_optimizer_follows_the_rates_of_groups_and_schedules(to):
-    """`fit_one_cycle` with a slice of rates: flat has the same bits, and unfused nearly so."""
-    runs = {}
-    for name, opt, flat in (("flat", fused, True), ("each", fused, False), ("plain", None, True)):
-        opt = tiny.torch_optimizer(torch.optim.AdamW) if opt is None else opt
-        learn = tiny.make_learner(opt, splitter=tiny.three_groups, seed=3)
-        getattr(learn, to)(flat_master=flat)
-        with learn.no_bar(), learn.no_logging():
-            learn.fit_one_cycle(2, slice(1e-3, 1e-2))
-        rates = [h["lr"] for h in learn.opt.hypers]
-        assert rates[0] < rates[-1] and len(rates) == 3
-        runs[name] = tiny.weights(learn)
-    assert_same(runs["flat"], runs["each"])
-    for k, v in runs["plain"].items():
-        torch.testing.assert_close(runs["flat"][k].float(), v.float(), rtol=0.02, atol=2e-3)
 
 
 def test_a_file_with_a_broken_loss_scale_changes_nothing():
@@ -159,57 +131,3 @@ def test_packed_weights_and_buffers_keep_their_bits(dtype, flat):
     for found in (model, copy.deepcopy(model), opt.masters.float_model()):
         assert {k: type(getattr(found, k)) for k in names}["packed"] is PackedWeight
         assert_same({k: getattr(found, k).detach().view(torch.uint8) for k in names}, before)
-
-
-@LAYOUTS
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_step_of_one_optimizer_leaves_the_graph_of_another(dtype, flat):
-    """Both losses come from outputs of both halves, and the first step precedes the second."""
-    halves = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(2)]
-    opts = [torch.optim.AdamW(m.parameters(), 0.01) for m in halves]
-    both = nn.ModuleList(halves)
-    with_masters(both, *opts, dtype=dtype, flat_master=flat)
-    a, b = (m(torch.ones(5, 3)) for m in both)
-    for loss, opt in zip(((a - b.detach()).sum(), (b - a.detach()).abs().sum()), opts, strict=True):
-        before = [p.detach().clone() for p in both.parameters()]
-        loss.backward()
-        opt.step()
-        own = {p for g in opt.param_groups for p in g["params"]}
-        for p, was in zip(both.parameters(), before, strict=True):
-            assert (p in own) or torch.equal(p, was)
-        assert any(not torch.equal(p, w) for p, w in zip(both.parameters(), before, strict=True))
-
-
-def test_the_vectors_are_freed_with_the_model():
-    model = nn.Linear(4, 4)
-    model, opt = with_masters(model, torch.optim.AdamW(model.parameters()), flat_master=True)
-    kept = weakref.ref(model)
-    del model, opt
-    gc.collect()
-    assert kept() is None
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-def test_a_wrapped_model_may_be_passed(flat, tmp_path):
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/at", rank=0, world_size=1
-    )
-    try:
-        weights = []
-        for is_wrapped_before in (True, False):
-            torch.manual_seed(0)
-            model = make_model()
-            opt = torch.optim.SGD(model.parameters(), 0.1)
-            if is_wrapped_before:
-                model, opt = with_masters(DDP(model), opt, dtype="bf16", flat_master=flat)
-                assert isinstance(model, DDP)
-            else:
-                model = DDP(with_masters(model, opt, dtype="bf16", flat_master=flat)[0])
-            for i in range(3):
-                opt.zero_grad()
-                model(torch.full((3, 4), float(i))).square().mean().backward()
-                opt.step()
-            weights.append(dict(model.state_dict()))
-        assert_same(*weights)
-    finally:
-        distributed.destroy_process_group()

@@ -6,7 +6,7 @@ to half as much again where 16-bit weights make sums 16-bit that autocast leaves
 """
 
 import copy
-from functools import lru_cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.functional import softmax
 
 from mixedfp.optimizer import with_masters
-from mixedfp.testing import assert_same
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WORDS = torch.arange(12).view(2, 6) % 30
@@ -97,20 +96,18 @@ class Diffusion(nn.Module):
 
 
 class Graph(nn.Module):
-    """Adds up messages of neighbours, weighted by attention if asked for."""
+    """Adds up messages of neighbours, weighted by attention."""
 
-    def __init__(self, attends):
+    def __init__(self):
         super().__init__()
         self.message, self.norm, self.out = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 3)
-        self.score = nn.Linear(32, 1) if attends else None
+        self.score = nn.Linear(32, 1)
 
     def forward(self, x, edges):
         x, (a, b) = self.message(x), edges
-        sent = x[a]
-        if self.score is not None:
-            weight = self.score(torch.cat([x[a], x[b]], 1)).exp()
-            total = weight.new_zeros(len(x), 1).index_add(0, b, weight)
-            sent = sent * weight / total[b]
+        weight = self.score(torch.cat([x[a], x[b]], 1)).exp()
+        total = weight.new_zeros(len(x), 1).index_add(0, b, weight)
+        sent = x[a] * weight / total[b]
         found = sent.new_zeros(len(x), 16).index_add(0, b, sent)
         return self.out(self.norm(found).relu())
 
@@ -125,34 +122,6 @@ class Points(nn.Module):
     def forward(self, where, queries):
         weights = softmax(-torch.cdist(queries, where), 1)
         return self.head((weights @ self.features(where - 100)).tanh())
-
-
-class Recurrent(nn.Module):
-    """Words, a recurrent layer, a head."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.words, self.cell = nn.Embedding(30, 16), kind(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x):
-        return self.head(self.cell(self.words(x))[0][:, -1])
-
-
-class Encoder(nn.Module):
-    """A transformer of PyTorch's own, with a mask of minus infinity."""
-
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.words, self.body = nn.Embedding(30, 16), nn.TransformerEncoder(layer, 2)
-
-    def forward(self, x, mask):
-        return self.body(self.words(x), mask=mask)
-
-
-def graph(attends):
-    return Graph(attends), (torch.randn(10, 8), torch.randint(10, (2, 40))), {}
 
 
 def awd_lstm():
@@ -200,12 +169,8 @@ ZOO = {
     "whisper": partial(of_transformers, "Whisper", "ForConditionalGeneration", WHISPER,
                        input_features=torch.randn(2, 8, 32), labels=WORDS),
     "diffusion": lambda: (Diffusion(), (*images(), torch.tensor([999.3986, 833.0])), {}),
-    "graph": partial(graph, False),
-    "graph_attention": partial(graph, True),
+    "graph": lambda: (Graph(), (torch.randn(10, 8), torch.randint(10, (2, 40))), {}),
     "points": lambda: (Points(), (100 + torch.randn(20, 3), 100 + torch.randn(9, 3)), {}),
-    "gru": lambda: (Recurrent(nn.GRU), (WORDS,), {}),
-    "lstm": lambda: (Recurrent(nn.LSTM), (WORDS,), {}),
-    "encoder": lambda: (Encoder(), (WORDS, torch.full((6, 6), -torch.inf).triu(1)), {}),
     "awd_lstm": awd_lstm,
     "fastai_unet": unet,
     "fastai_tabular": tabular,
@@ -259,7 +224,6 @@ SCALE = 16.0  # of the loss: float16 would lose small gradients
 WAYS = {"float32": (False, False), "autocast": (False, True), "rounded": (True, False)}
 
 
-@lru_cache(1)  # the tests of one model and dtype come one after another
 def oracle(name, dtype):
     """Return the model, and its float32 output and gradients with the distances allowed."""
     net, args, kwargs = ready(name)
@@ -290,14 +254,12 @@ def has_lstm(dtype):
     return True
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["", "native"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, native", [("bf16", True), ("fp16", False)])
 @pytest.mark.parametrize("name", ZOO)
 def test_a_model_is_as_near_to_float32_as_under_autocast_and_trains(name, dtype, native):
     if "lstm" in name and not has_lstm(DTYPES[dtype]):
         pytest.skip("this CPU has no LSTM of this dtype, under autocast neither")
     net, args, kwargs, exact, exact_grads, allowed = oracle(name, dtype)
-    net = copy.deepcopy(net)
     opt = torch.optim.AdamW(net.parameters(), 1e-3)
     net, opt = with_masters(net, opt, dtype=dtype, native=native)
     with torch.no_grad():
@@ -319,50 +281,3 @@ def test_a_model_is_as_near_to_float32_as_under_autocast_and_trains(name, dtype,
 
 def _has_grad(p):
     return p.grad is not None and p.grad.any()
-
-
-DETECTORS = {
-    "retinanet": "retinanet_resnet50_fpn",
-    "faster_rcnn": "fasterrcnn_mobilenet_v3_large_320_fpn",
-}
-
-
-@lru_cache
-def losses_of_a_detector(name, dtype=None, autocast=False):
-    """Return the boxes and losses of a detector in its first batch, after which it took a step."""
-    models = pytest.importorskip("torchvision").models.detection
-    torch.manual_seed(0)
-    sizes = dict(weights=None, weights_backbone=None, num_classes=3, min_size=160, max_size=160)
-    net = getattr(models, DETECTORS[name])(**sizes)
-    for m in net.modules():
-        if isinstance(m, nn.modules.batchnorm._BatchNorm):
-            m.eval()
-    targets = [{"boxes": torch.tensor([[13.3, 25.7, 140.1, 150.9]]), "labels": torch.tensor([1])}]
-    opt = torch.optim.SGD(net.parameters(), 0.001)
-    if dtype is not None:
-        net, opt = with_masters(net, opt, dtype=dtype)
-    torch.manual_seed(1)
-    seen = []
-    net.transform.register_forward_hook(lambda m, args, out: seen.append(out[1][0]["boxes"]))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = net([torch.rand(3, 160, 160)], targets)
-    if not autocast:
-        sum(found.values()).backward()
-        opt.step()
-    assert dtype is None or opt.masters.n_skipped == 0
-    return seen[0], {k: v.item() for k, v in found.items()}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", DETECTORS)
-def test_a_detector_keeps_its_boxes(name, dtype):
-    """Boxes are targets among the arguments: rounded, they would move."""
-    boxes, found = losses_of_a_detector(name, dtype)
-    true_boxes, exact = losses_of_a_detector(name)
-    assert_same(boxes, true_boxes)
-    _, autocast = losses_of_a_detector(name, autocast=True)
-    print(f"{name} {dtype}: {found}, autocast {autocast}, float32 {exact}")
-    for k, v in found.items():
-        # proposals are chosen by scores that hardly differ in a model that is not trained
-        near = 0.25 if k in ("loss_box_reg", "loss_classifier") else 0.005
-        assert abs(v - exact[k]) <= near * abs(exact[k]) + 2 * abs(autocast[k] - exact[k])

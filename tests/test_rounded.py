@@ -6,7 +6,6 @@ Oracles: the same model in float32, the same pass without the tool, and sums tha
 import copy
 import functools
 import gc
-import io
 import pickle
 import threading
 import types
@@ -54,7 +53,9 @@ def grads(model):
 
 def is_clean(model):
     parts = [t for m in model.modules() for t in vars(m).values() if isinstance(t, torch.Tensor)]
-    return all(t.dtype == FULL for t in parts) and not torch.is_autocast_enabled("cpu")
+    modes = torch.overrides._get_current_function_mode_stack()
+    is_off = not (modes or torch.is_autocast_enabled("cpu"))
+    return is_off and all(t.dtype == FULL for t in parts)
 
 
 def assert_close(a, b, tol=0.03):
@@ -111,8 +112,8 @@ def test_a_model_called_inside_its_own_pass_shares_the_copies(with_grad, flat, n
 def test_gradients_of_many_passes_inside_one_block_are_summed_in_float32(dtype):
     half, _ = mixed(nn.Linear(1, 1, bias=False), dtype)
     with computing(half):
-        sum(half(torch.ones(1, 1)).sum() for _ in range(4000)).backward()
-    assert half.weight.grad.item() == 4000  # 256 in bfloat16, 2048 in float16
+        sum(half(torch.ones(1, 1)).sum() for _ in range(2500)).backward()
+    assert half.weight.grad.item() == 2500  # 256 in bfloat16, 2048 in float16
 
 
 @flats
@@ -132,20 +133,24 @@ def test_several_passes_before_a_backward_pass_add_up(dtype, flat):
 
 
 class Fails(nn.Module):
-    def __init__(self, error, in_backward=False):
+    error, in_backward, n = None, False, 0
+
+    def __init__(self):
         super().__init__()
-        self.linear, self.error, self.in_backward = nn.Linear(4, 4), error, in_backward
+        self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
+        self.n += 1
         y = self.linear(x)
-        if self.error is not None and not self.in_backward:
-            raise self.error
-        if self.error is not None:
-            y.register_hook(self._fail)
+        if self.in_backward:
+            y.register_hook(self.fail)
+        else:
+            self.fail()
         return y
 
-    def _fail(self, _):
-        raise self.error
+    def fail(self, *_):
+        if self.error is not None:
+            raise self.error
 
 
 def in_a_thread(f):
@@ -156,37 +161,24 @@ def in_a_thread(f):
     return found
 
 
+ERRORS = ValueError("no"), RuntimeError("no"), torch.OutOfMemoryError("no"), KeyboardInterrupt("no")
+
+
 @flats
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
-def test_an_exception_leaves_nothing(error, in_backward, flat):
-    half, _ = mixed(Fails(error("stop"), in_backward), flat_master=flat)
-    with pytest.raises(error, match="stop"):
-        half(X).sum().backward()
-    assert is_clean(half)
+@pytest.mark.parametrize("when", ["forward", "backward", "rounding", "widening"])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_an_exception_leaves_nothing_and_is_itself(error, when, flat, monkeypatch):
+    half, _ = mixed(Fails(), flat_master=flat)
+    half.error, half.in_backward, fail = error, when == "backward", half.fail
+    with monkeypatch.context() as patch, pytest.raises(type(error), match="no") as raised:
+        if when in ("rounding", "widening"):
+            half.error, loss = None, half(X).sum() if when == "widening" else None
+            patch.setattr(torch, "_foreach_copy_", fail)
+            half.error = error
+        (loss if when == "widening" else half(X).sum()).backward()
+    assert raised.value is error and half.n <= 1 and is_clean(half)
     half.error = None
     assert_same(in_a_thread(lambda: half(X).detach()), [half(X).detach()])
-
-
-def test_an_out_of_memory_error_while_rounding_leaves_nothing(monkeypatch):
-    half, _ = mixed(net())
-    want = half(X).detach()
-    with monkeypatch.context() as patch:
-
-        def fail(*_):
-            raise torch.OutOfMemoryError("full")
-
-        patch.setattr(torch, "_foreach_copy_", fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            half(X)
-        assert is_clean(half)
-    loss = half(X).sum()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_foreach_copy_", fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            loss.backward()
-    assert is_clean(half)
-    assert_same(in_a_thread(lambda: half(X).detach()), [want])
 
 
 @flats
@@ -433,22 +425,6 @@ def test_a_lazy_module_is_refused_with_a_sentence(lazy):
     assert mixed(model)[0](X).dtype == FULL
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.rnn, self.cell, self.out = kind(4, 4, 2), nn.GRUCell(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.out(self.cell(self.rnn(x)[0]))
-
-
-@flats
-@both
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers(kind, dtype, flat):
-    assert_trains_alike(*pair(Recurrent, kind, dtype=dtype, flat_master=flat)[:2])
-
-
 # Tables
 
 
@@ -461,43 +437,53 @@ class Table(nn.Module):
         return self.read(self.table, i)
 
 
-class Functional(Table):
-    def __init__(self):
-        super().__init__(None)
+class Functional(nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        self.table, self.settings = nn.Parameter(torch.ones(3, 4)), settings
 
     def forward(self, i):
-        return F.embedding(i, self.table)
-
-
-class FunctionalBag(Functional):
-    def forward(self, i):
-        return F.embedding_bag(i[None], self.table, mode="sum")
+        if "mode" in self.settings:
+            return F.embedding_bag(i[None], self.table, **self.settings)
+        return F.embedding(i, self.table, **self.settings)
 
 
 class Lookup(nn.Module):
-    def __init__(self, module):
+    def __init__(self, module, is_recomputed=False):
         super().__init__()
-        self.module = module
+        self.module, self.is_recomputed = module, is_recomputed
 
     def forward(self, i):
-        return self.module(i[None] if isinstance(self.module, nn.EmbeddingBag) else i)
+        i = i[None] if isinstance(self.module, nn.EmbeddingBag) else i
+        if self.is_recomputed:
+            return checkpoint(self.module, i, use_reentrant=False)
+        return self.module(i)
 
 
 TABLES = {
-    "indexed": lambda: Table(lambda w, i: w[i]),
-    "F.embedding": lambda: Functional(),
-    "F.embedding_bag": lambda: FunctionalBag(),
+    "w[i]": lambda: Table(lambda w, i: w[i]),
+    "w[:, i]": lambda: Table(lambda w, i: w[:, i]),
+    "take": lambda: Table(lambda w, i: torch.take(w, i)),
+    "gather": lambda: Table(lambda w, i: w.gather(0, i[:, None].expand(-1, 4))),
+    "take_along_dim": lambda: Table(lambda w, i: torch.take_along_dim(w, i[:, None], 0)),
     "index_select": lambda: Table(lambda w, i: w.index_select(0, i)),
     "one_hot": lambda: Table(lambda w, i: F.one_hot(i, 3).float() @ w),
     "element-wise": lambda: Table(lambda w, i: w[:2].sum(0) * torch.ones(len(i), 1)),
+    "F.embedding": Functional,
+    "F.embedding with max_norm": lambda: Functional(max_norm=1.0),
+    "F.embedding_bag": lambda: Functional(mode="sum"),
+    "F.embedding_bag with max_norm": lambda: Functional(mode="sum", max_norm=1.0),
     "Embedding": lambda: Lookup(nn.Embedding(3, 4)),
     "sparse": lambda: Lookup(nn.Embedding(3, 4, sparse=True)),
     "padding_idx": lambda: Lookup(nn.Embedding(3, 4, padding_idx=2)),
     "max_norm": lambda: Lookup(nn.Embedding(3, 4, max_norm=0.5)),
     "scale_grad": lambda: Lookup(nn.Embedding(3, 4, scale_grad_by_freq=True)),
+    "a checkpoint": lambda: Lookup(nn.Embedding(3, 4), True),
+    "max_norm in a checkpoint": lambda: Lookup(nn.Embedding(3, 4, max_norm=0.5), True),
     "EmbeddingBag": lambda: Lookup(nn.EmbeddingBag(3, 4, mode="sum")),
     "sparse bag": lambda: Lookup(nn.EmbeddingBag(3, 4, mode="mean", sparse=True)),
-    "bag max_norm": lambda: Lookup(nn.EmbeddingBag(3, 4, max_norm=0.5)),
+    "bag with max_norm": lambda: Lookup(nn.EmbeddingBag(3, 4, max_norm=0.5)),
+    "bag in a checkpoint": lambda: Lookup(nn.EmbeddingBag(3, 4, mode="sum"), True),
 }
 
 
@@ -515,21 +501,6 @@ def test_a_row_that_is_read_a_thousand_times(name, dtype, flat):
     assert_close(b.to_dense(), a.to_dense(), 1e-6 if is_exact else 2**-8)
     opt.step(), other.step()
     assert_close(list(half.parameters()), list(full.parameters()), 4e-3)
-
-
-def test_a_tied_head_and_its_embedding_share_the_parameter():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, i):
-            return self.head(self.table(i))
-
-    full, half, opt = pair(Tied)
-    assert_trains_alike(full, half, torch.tensor([0, 1, 1, 3]))
-    assert len(opt.param_groups[0]["params"]) == 1 and half.head.weight is half.table.weight
 
 
 # Operators for which there are no 16-bit kernels, and float32 tensors inside
@@ -563,18 +534,6 @@ def test_operators_on_a_weight(code):
     exec(f"def forward(self, x):\n    w = self.weight\n    return {code}", around)
     kind.forward = around["forward"]
     assert_trains_alike(*pair(kind)[:2])
-
-
-class MaskToken(OnWeight):
-    def forward(self, x):
-        x = x.clone()
-        x[torch.arange(16) % 3 == 0] = self.weight[1]
-        return x @ self.weight
-
-
-def test_a_weight_that_is_put_into_a_float32_tensor_is_refused_clearly():
-    with pytest.raises(RuntimeError, match="MaskToken combines dtypes"):
-        mixed(MaskToken())[0](X)
 
 
 # What training code does
@@ -686,13 +645,9 @@ def test_parameters_that_change_in_training(change, dtype, flat):
 
 
 @flats
-def test_copies_and_files_are_of_a_plain_model(flat, tmp_path):
+def test_copies_are_plain_models(flat):
     half, _ = mixed(net(), flat_master=flat)
-    file = io.BytesIO()
-    torch.save(half, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for twin in (copy.deepcopy(half), pickle.loads(pickle.dumps(half)), loaded):
+    for twin in (copy.deepcopy(half), pickle.loads(pickle.dumps(half))):
         assert_same(dict(twin.state_dict()), dict(half.state_dict()))
         assert_same(twin(X), net()(X))
         assert all(p.is_leaf and p.dtype == FULL for p in twin.parameters())
@@ -700,24 +655,25 @@ def test_copies_and_files_are_of_a_plain_model(flat, tmp_path):
     assert_same(part(torch.ones(2, 8)), net()[3](torch.ones(2, 8)))
 
 
-def test_the_file_of_a_part_is_small():
-    half, _ = mixed(nn.Sequential(nn.Linear(256, 256), nn.Linear(4, 4)), flat_master=True)
-    for part in (half[1], half[1].state_dict(), half[1].weight):
-        file = io.BytesIO()
-        torch.save(part, file)
-        assert len(file.getvalue()) < 8000
-
-
 @flats
 @both
 def test_a_model_is_freed_with_its_last_reference(dtype, flat):
-    half, opt = mixed(net(), dtype, flat_master=flat)
-    half(X).sum().backward()
-    opt.step()
-    with computing(half):
-        half[0](X)
-    alive = [weakref.ref(half), *(weakref.ref(p) for p in half.parameters())]
-    del half, opt
+    """Also after a step, passes in a block, and an exception in a backward pass."""
+
+    def used(is_interrupted):
+        half, opt = mixed(net(), dtype, flat_master=flat)
+        half(X).sum().backward()
+        opt.step()
+        with computing(half):
+            half[0](X)
+        if is_interrupted:
+            half[0].bias.register_hook(lambda g: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                half(X).sum().backward()
+            return [weakref.ref(half)]  # PyTorch keeps parameters
+        return [weakref.ref(half), *map(weakref.ref, half.parameters())]
+
+    alive = [*used(False), *used(True)]
     gc.collect()
     assert not any(ref() is not None for ref in alive)
 
@@ -832,54 +788,31 @@ def test_a_function_that_a_module_holds_is_read_as_its_own_code(act, has_copy):
     assert bool(opt.masters.copies.places) == has_copy
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-def test_the_copy_of_a_frozen_weight_needs_no_gradient(flat):
-    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
-    model[0].weight.requires_grad_(False)
-    opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
-    with_masters(model, opt, dtype="bf16", flat_master=flat)
-    for m in model:
-        m.register_forward_hook(lambda m, *_: seen.append((m.weight.dtype, m.weight.requires_grad)))
-    model(torch.ones(2, 4)).sum().backward()
-    assert seen == [(torch.bfloat16, False), (torch.bfloat16, True)]
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift, self.start = (nn.Parameter(torch.ones(4)) for _ in range(3))
+        self.start.requires_grad_(False)
+
+    def forward(self, x):
+        self.seen = [(p.dtype, p.requires_grad) for p in (self.scale, self.shift, self.start)]
+        return (x + self.start) * self.scale + self.shift
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-def test_a_parameter_that_is_kept_by_name_has_no_copy(flat):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale, self.shift = (nn.Parameter(torch.ones(4)) for _ in range(2))
-
-        def forward(self, x):
-            """Note the dtypes."""
-            seen.append((self.scale.dtype, self.shift.dtype))
-            return x * self.scale + self.shift
-
-    model, seen = nn.Sequential(Scaled(), nn.Linear(4, 2)), []
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with_masters(model, opt, dtype="bf16", flat_master=flat, keep_fp32="*.scale")
-    model(torch.ones(2, 4)).sum().backward()
+@flats
+def test_a_parameter_that_is_kept_by_name_has_no_copy_and_that_of_a_frozen_one_no_gradient(flat):
+    half, opt = mixed(nn.Sequential(Scaled(), net()), flat_master=flat, keep_fp32="*.scale")
+    half(X).sum().backward()
     opt.step()
-    assert seen == [(torch.float32, torch.bfloat16)] and model[0].scale.grad.dtype == torch.float32
+    assert half[0].seen == [(FULL, True), (BF16, True), (BF16, False)]
+    assert half[0].scale.grad.dtype == FULL and half[0].start.grad is None
 
 
-def test_a_norm_returns_the_dtype_of_its_input_whatever_its_weight_has():
+@pytest.mark.parametrize("kept", ["1.weight", nn.LayerNorm], ids=str)
+def test_a_norm_that_is_kept_returns_the_dtype_of_its_input_and_rounds_nothing_elsewhere(kept):
     model, seen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), []
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with_masters(model, opt, dtype="bf16", keep_fp32="1.weight")
+    mixed(model, keep_fp32=kept)
     model[1].register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, out.dtype)))
-    model(torch.ones(2, 4)).sum().backward()
-    assert seen == [(torch.float32, torch.bfloat16)]
-
-
-@pytest.mark.parametrize("name", ["orthogonal", "weight_norm", "spectral_norm"])
-def test_a_parametrization_computes_with_float32_originals(name):
-    layer = getattr(parametrizations, name)(nn.Linear(4, 4))
-    model, seen = nn.Sequential(layer, nn.Linear(4, 2)), []
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with_masters(model, opt, dtype="bf16")
-    part = layer.parametrizations.weight[0]
-    part.register_forward_pre_hook(lambda m, args: seen.extend(t.dtype for t in args))
-    model(torch.ones(2, 4)).sum().backward()
-    assert seen and set(seen) == {torch.float32}
+    model(X).sum().backward()
+    assert seen == [(FULL, BF16)]
+    assert_same(model[1](X), nn.LayerNorm(4)(X))

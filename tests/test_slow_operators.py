@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -107,56 +106,6 @@ def test_recurrent_layers(kind, dtype):
     assert all(p.grad is not None for p in net.parameters())
 
 
-LOOKUPS = {
-    "w[ids]": lambda net, ids: net.w[ids],
-    "w[:, ids]": lambda net, ids: net.w[:, ids % 4],
-    "take": lambda net, ids: torch.take(net.w, ids),
-    "gather": lambda net, ids: net.w.gather(0, ids[:, None].expand(-1, 4)),
-    "index_select": lambda net, ids: net.w.index_select(0, ids),
-    "take_along_dim": lambda net, ids: torch.take_along_dim(net.w, ids[:, None], 0),
-    "F.embedding": lambda net, ids: F.embedding(ids, net.w),
-    "max_norm": lambda net, ids: net.normed(ids),
-    "F.embedding(max_norm)": lambda net, ids: F.embedding(ids, net.w, max_norm=1.0),
-    "Embedding": lambda net, ids: net.table(ids),
-    "EmbeddingBag": lambda net, ids: net.bag(ids[None]),
-    "weighted EmbeddingBag": lambda net, ids: net.bag(ids[None], per_sample_weights=net.ones),
-    "F.embedding_bag(max_norm)": lambda net, ids: F.embedding_bag(ids[None], net.w, max_norm=1.0),
-    "a checkpoint": lambda net, ids: checkpoint(net.table, ids, use_reentrant=False),
-    "a bag in a checkpoint": lambda net, ids: checkpoint(net.bag, ids[None], use_reentrant=False),
-    "max_norm in a checkpoint": lambda net, ids: checkpoint(net.normed, ids, use_reentrant=False),
-}
-
-
-class Lookup(nn.Module):
-    """Reads a table, by one of `LOOKUPS`."""
-
-    def __init__(self, how):
-        super().__init__()
-        torch.manual_seed(0)
-        self.how, self.w = LOOKUPS[how], nn.Parameter(torch.randn(5, 4))
-        self.table, self.normed = nn.Embedding(5, 4), nn.Embedding(5, 4, max_norm=1.0)
-        self.bag = nn.EmbeddingBag(5, 4, mode="sum")
-        self.register_buffer("ones", torch.ones(1, 5000))
-
-    def forward(self, ids):
-        """Look up."""
-        return self.how(self, ids)
-
-
-@pytest.mark.parametrize("how", LOOKUPS)
-@both
-def test_the_gradient_of_a_table_that_is_read_often_is_that_of_float32(how, dtype):
-    ids = torch.full((5000,), 2)
-    exact, net = Lookup(how), Lookup(how)
-    exact(ids).sum().backward()
-    net, _ = with_masters(net, torch.optim.SGD(net.parameters(), 0.1), dtype=dtype)
-    net(ids).sum().backward()
-    for (name, p), q in zip(net.named_parameters(), exact.parameters(), strict=True):
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, rtol=torch.finfo(dtype).eps, atol=0)
-            assert "max_norm" not in how or p[2].norm() < 1.01, name
-
-
 OUT_OF_RANGE = {
     "normalize": lambda x: F.normalize(x * 0, dim=-1),
     "cosine_similarity": lambda x: F.cosine_similarity(x * 0, x, dim=-1),
@@ -218,26 +167,6 @@ def test_checkpointing_computes_the_same_twice(reentrant):
         out = checkpoint(torch.matmul, x, w, use_reentrant=reentrant)
     out.sum().backward()
     assert w.grad is not None and (reentrant or spy.seen["mm"] == {BF16})
-
-
-class Count(TorchFunctionMode):
-    n = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.n += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_modes_of_others_stay_when_ours_is_left(error):
-    x = torch.ones(1, 1, dtype=HALF)
-    with Count() as count:
-        with pytest.raises(error), InFloat32(HALF), InFloat32(HALF):
-            raise error
-        n = count.n
-        F.linear(x, x)
-        assert count.n > n
-    assert len(torch.overrides._get_current_function_mode_stack()) == 0
 
 
 # What the processor is
