@@ -8,6 +8,7 @@ __all__ = ['MODES', 'N_STATES', 'on_meta', 'activation_bytes', 'Memory', 'memory
 # %% ../../nbs/diagnose/04_memory.ipynb #da0e028a
 import argparse
 import copy
+import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -74,6 +75,7 @@ def activation_bytes(
         return t
 
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as at_end:
+        at_end.callback(random.setstate, random.getstate())
         twin = _copy_on(model, "cpu").train()  # autocast has no lists of operations for "meta"
         inputs = map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), batch)
         own = {t.untyped_storage()._cdata for t in (*twin.parameters(), *twin.buffers())}
