@@ -29,7 +29,7 @@ EACH_LOOK = pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 
 
 class Layer(nn.Linear):
-    """Knows its copies and their parameters; draws a number, and leaves float16's range on the way."""
+    """Knows its copies and their parameters; draws a number; overflows float16 on the way."""
 
     copies = WeakSet()
 

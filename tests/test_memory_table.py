@@ -8,7 +8,7 @@ import torch
 from test_memory import Peak
 from torch import nn
 
-from mixedfp.diagnose.memory import MODES, Memory, main, memory_of, on_meta
+from mixedfp.diagnose.memory import MODES, main, memory_of, on_meta
 from mixedfp.optimizer import with_masters
 
 STATES = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
@@ -91,15 +91,6 @@ def test_the_command_knows_the_models_of_torchvision(capsys):
     assert "to_bf16(flat_master=True)" in shown and "activations" in shown
 
 
-@pytest.mark.parametrize("activations", [2, 4, 8])
-def test_a_bar_is_as_long_as_the_peak(activations):
-    """Whichever of gradients and activations is larger, or if both are as large."""
-    row = dict(weights=4, gradients=4, states=8, buffers=1, activations=activations)
-    found = Memory(1, 1, {"float32": row, "to_bf16": row | dict(gradients=2)})
-    bars = found.plot().containers
-    for i, mode in enumerate(found.rows):
-        drawn = 2**20 * sum(bar[i].get_width() for bar in bars)
-        assert drawn == pytest.approx(found.peak(mode))
 
 
 def test_the_command_takes_a_function(capsys, tmp_path, monkeypatch):
