@@ -91,8 +91,6 @@ def test_the_command_knows_the_models_of_torchvision(capsys):
     assert "to_bf16(flat_master=True)" in shown and "activations" in shown
 
 
-
-
 def test_the_command_takes_a_function(capsys, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch import nn\n"

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from test_report import TimesBackward
 from torch import nn
 from torch.nn import functional as F
 
@@ -11,19 +12,6 @@ from mixedfp.diagnose import find_overflow, precision_report
 from mixedfp.optimizer import with_masters
 
 torch.set_num_threads(1)
-
-
-class Backward(torch.autograd.Function):
-    """Nothing forward; the gradient times a number."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.factor, None
 
 
 class Fault(nn.Module):
@@ -46,7 +34,7 @@ class Fault(nn.Module):
                 huge = x * 0 + 60000
                 return x + ((huge + huge) - (huge + huge))
             case "backward":
-                return Backward.apply(x, 1e9)
+                return TimesBackward.apply(x, 1e9)
         return x
 
 
@@ -128,7 +116,8 @@ def test_a_planted_fault_is_named_with_a_fix_that_works(kind, slot, fault):
     found = find_overflow(model, batch(), loss_func, scale=2.0 if fault == "backward" else 1.0)
     assert (found.module, found.kind) == (slot, "Fault"), found
     assert found.phase == ("backward" if fault == "backward" else "forward")
-    assert found.line.startswith("test_overflow.py:") and slot in str(found)
+    place = "test_report.py:" if fault == "backward" else "test_overflow.py:"
+    assert found.line.startswith(place) and slot in str(found)
     if fault == "zero":
         assert found.cause == "0 / 0; in float32 as well: no precision helps" and not found.fix
     else:
