@@ -59,20 +59,6 @@ def test_the_share_of_lost_updates_is_that_of_weights_that_do_not_move(name):
     assert percent_of(audit) == pytest.approx(100 * still / n, abs=8)
 
 
-def test_an_audit_changes_nothing():
-    model = make_model(torch.bfloat16)
-    opt = OPTIMIZERS["adamw"](model.parameters())
-    train(model, opt)
-    before = [p.detach().clone() for p in model.parameters()]
-    states = [v.clone() for s in opt.state.values() for v in s.values()]
-    random = torch.get_rng_state()
-    precision_audit(model, opt)
-    assert all(map(torch.equal, before, model.parameters()))
-    assert all(map(torch.equal, states, (v for s in opt.state.values() for v in s.values())))
-    assert torch.equal(random, torch.get_rng_state())
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_settings_of_all_groups_are_copied_once(monkeypatch):
     """Not for each parameter: with a group for each, an audit would take quadratic time."""
     model, copied = make_model(torch.bfloat16), []
@@ -166,7 +152,7 @@ def test_adapters_in_bfloat16_are_found_over_a_frozen_model():
         model = peft.get_peft_model(model, lora, autocast_adapter_dtype=is_float)
         trained = [p for p in model.parameters() if p.requires_grad]
         audit = precision_audit(model, torch.optim.AdamW(trained, 1e-4))
-        assert audit.is_fine == is_float
+        assert audit.is_fine == is_float and audit.bytes_per_parameter()["gradients"] < 1
         if not is_float:
             assert "bfloat16 weights" in audit.verdicts[0] and "requires_grad" in audit.fixes[0]
 

@@ -8,6 +8,7 @@ __all__ = ['MODES', 'N_STATES', 'on_meta', 'activation_bytes', 'Memory', 'memory
 # %% ../../nbs/diagnose/04_memory.ipynb #da0e028a
 import argparse
 import copy
+import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 from ..cast import Policy, to_float
 from ..engine.forward import install_forward, remove_forward
-from ..nested import map_tensors
+from ..nested import map_tensors, tensors_in
 
 # %% ../../nbs/diagnose/04_memory.ipynb #6e87502b
 _FLAT = "to_bf16(flat_master=True, half_grads=True"
@@ -74,10 +75,11 @@ def activation_bytes(
         return t
 
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as at_end:
+        at_end.callback(random.setstate, random.getstate())
         twin = _copy_on(model, "cpu").train()  # autocast has no lists of operations for "meta"
         inputs = map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), batch)
         own = {t.untyped_storage()._cdata for t in (*twin.parameters(), *twin.buffers())}
-        map_tensors(lambda t: own.add(t.untyped_storage()._cdata) or t, inputs)
+        own |= {t.untyped_storage()._cdata for t in tensors_in(inputs)}
         if mode not in ("float32", "autocast"):
             install_forward(twin, _POLICY)  # a fake weight is cast by autocast: as many bytes
             at_end.callback(remove_forward, twin)  # a cycle, which would not be freed at once
@@ -98,13 +100,11 @@ def _loss(out):
     "Return the loss that the model computed, or else a classification loss of the first output."
     if getattr(out, "loss", None) is not None:
         return out.loss
-    outputs: list[Tensor] = []
-    map_tensors(lambda t: outputs.append(t) or t, out)
-    return F.log_softmax(to_float(outputs[0]), -1).mean()
+    return F.log_softmax(to_float(tensors_in(out)[0]), -1).mean()
 
 # %% ../../nbs/diagnose/04_memory.ipynb #dfa1eef5
 class Memory:
-    "The memory needed to train a model, by mode and role; `print` it, read `table`, or `plot` it."
+    "The memory needed to train a model, by mode and role; `print` it, or read `table`."
 
     def __init__(self, n: int, n_trained: int, rows: dict[str, dict[str, int]]):
         self.n, self.n_trained, self.rows = n, n_trained, rows  # parameters; bytes by mode and role
@@ -128,17 +128,6 @@ class Memory:
     @property
     def _unit(self):
         return (30, "GiB") if max(map(self.peak, self.rows)) > 2**34 else (20, "MiB")
-
-    def plot(self, ax: Any = None) -> Any:  # matplotlib's axes
-        "Draw a stacked bar for each mode, as long as its peak."
-        table = self.table.drop(columns=["peak", "of float32's"])
-        is_first = table["gradients"] < table["activations"]  # the peak is in the forward pass
-        table.loc[is_first, "gradients"] = table.loc[~is_first, "activations"] = 0.0
-        ax = table.plot.barh(stacked=True, ax=ax, figsize=(7, 2.6), width=0.7)
-        ax.invert_yaxis()
-        ax.set_xlabel(self._unit[1])
-        ax.legend(ncols=3, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.4, 1))
-        return ax
 
     def __repr__(self) -> str:
         """Return the table and each mode's line of code."""

@@ -8,7 +8,7 @@ __all__ = ['Overflow', 'find_overflow']
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a0003
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -168,25 +168,41 @@ def _user_line(frames):
     return ""
 
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a000d
-def _search(model, batch, loss_func, settings, is_strict=False):
-    "Return the phase and the module of the first bad number, and its operation; or ''."
-    search, device = _Search(is_strict), next(model.parameters()).device
-    eager = torch.compiler.set_stance("force_eager") if has_dynamo() else nullcontext()
-    with report.half_copy(model, settings.policy) as twin, report.same_random_state(device), eager:
-        try:
-            with suppress(_Found), report.watch_calls(twin, search.before, search.after), search:
-                search.run(twin, batch, loss_func, settings.loss_scale)
-        except RuntimeError as e:
-            if "overflow" not in str(e):
-                raise
-            line = _user_line(traceback.extract_tb((e.__cause__ or e).__traceback__))
-            cause = f"a constant beyond the range of {settings.policy.dtype}"
-            found = dict(operation="constant", line=line, cause=cause, is_first=True)
-            search.found[search.phase, search.running[-1]] = found
-        finally:
-            search.last = None, ""  # it holds the graph
-    place = search.phase, search.running[-1]
-    return *place, search.found.get(place, {})
+class _Trial:
+    "A pass over a batch in some settings: the first bad number, or none (`is_fine`)."
+
+    def __init__(self, model, batch, loss_func, n_kept, settings, is_strict=False):
+        self.model, self.settings, device = model, settings, next(model.parameters()).device
+        self.n_kept, search = n_kept, _Search(is_strict)  # at the start; one more is tried
+        eager = torch.compiler.set_stance("force_eager") if has_dynamo() else nullcontext()
+        half, state = report.half_copy(model, settings.policy), report.same_random_state(device)
+        with half as twin, state, eager:
+            try:
+                watch = report.watch_calls(twin, search.before, search.after)
+                with suppress(_Found), watch, search:
+                    search.run(twin, batch, loss_func, settings.loss_scale)
+            except RuntimeError as e:
+                if "overflow" not in str(e):
+                    raise
+                line = _user_line(traceback.extract_tb((e.__cause__ or e).__traceback__))
+                cause = f"a constant beyond the range of {settings.policy.dtype}"
+                found = dict(operation="constant", line=line, cause=cause, is_first=True)
+                search.found[search.phase, search.running[-1]] = found
+            finally:
+                search.last = None, ""  # it holds the graph
+        self.phase, self.module = search.phase, search.running[-1]
+        self.found, self.is_fine = search.found.get((self.phase, self.module), {}), not self.phase
+
+    def proposal(self):
+        "Return settings with a smaller loss scale, or with more around the module in float32."
+        if self.phase == "backward" and self.settings.loss_scale > 1:
+            return self.settings.changed(loss_scale=max(1.0, self.settings.loss_scale / 4))
+        kept, parts = self.settings.keeping(self.module), dict(self.model.named_modules())
+        names = kept.policy.keep_fp32 if kept else ()
+        if self.module not in parts or not 0 < len(names) <= self.n_kept + 1:
+            return None
+        n, n_all = (sum(p.numel() for p in m.parameters()) for m in (parts[names[-1]], self.model))
+        return None if 2 * n > n_all else kept  # most of the weights are no fix
 
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a000f
 def _columns_beyond(batch, limit):
@@ -207,21 +223,6 @@ def _weight_beyond(model, name, policy):
             return f"its weight `{key}`, up to {p.abs().max():.4g}, is inf or nan in {dtype}"
     return ""
 
-
-def _proposals(model, name, settings, is_scaled) -> Iterator[Settings]:
-    "Yield settings to try: smaller loss scales, more around the module in float32, bfloat16."
-    now: Settings | None = settings
-    while is_scaled and now.loss_scale > 1:
-        yield (now := now.changed(loss_scale=max(1.0, now.loss_scale / 4)))
-    now, n = settings, sum(p.numel() for p in model.parameters())
-    parts = dict(model.named_modules())
-    while (now := now.keeping(name)) and (part := parts.get(now.policy.keep_fp32[-1])):
-        if 2 * sum(p.numel() for p in part.parameters()) > n:  # most of the weights are no fix
-            break
-        yield now
-    if settings.policy.dtype == torch.float16:
-        yield settings.changed(1.0, dtype=torch.bfloat16)
-
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a0011
 def find_overflow(
     model: nn.Module,  # in 16 bits, as trained, or in 32; a compiled one is run uncompiled
@@ -241,13 +242,15 @@ def find_overflow(
     Raises: TypeError for a batch or a loss of another form. Sync: many.
     """
     policy, full = report.policy_for(model, dtype, keep_fp32, native), report.float_copy(model)
-    settings, search = Settings(policy, scale), partial(_search, full, batch, loss_func)
-    phase, name, found = search(settings)
-    if not phase:
+    settings, n_kept = Settings(policy, scale), len(policy.keep_fp32)
+    examine = partial(_Trial, full, batch, loss_func, n_kept)
+    first = trial = examine(settings)
+    if trial.is_fine:
         return None
-    is_mask = phase == "backward" or "softmax" in found.get("operation", "")
-    if not found.get("is_first", True) and not is_mask:  # an earlier -inf
-        phase, name, found = search(settings, is_strict=True)
+    is_mask = trial.phase == "backward" or "softmax" in trial.found.get("operation", "")
+    if not trial.found.get("is_first", True) and not is_mask:  # an earlier -inf
+        trial = examine(settings, is_strict=True)
+    phase, name, found = trial.phase, trial.module, trial.found
     cause, limit = found.get("cause", "inf or nan"), torch.finfo(policy.dtype).max
     if phase == "input":
         cause = "the batch is inf or nan already"
@@ -256,9 +259,8 @@ def find_overflow(
     elif phase == "forward":
         cause = _weight_beyond(full, name, policy) or cause
     fix = None
-    if not search(settings.changed(1.0, dtype=torch.float32, keep_fp32=()))[0]:
-        proposals = _proposals(full, name, settings, phase == "backward")
-        fix = next((s for s in proposals if not search(s)[0]), None)
+    if examine(settings.changed(1.0, dtype=torch.float32, keep_fp32=())).is_fine:
+        fix = report.find_fix(first, examine)
         if fix is not None and fix.policy == policy:
             cause += f"; only the scaled gradient overflows (scale {scale:g})"
     else:

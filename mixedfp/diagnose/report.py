@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['INPUTS', 'WINDOW_LOSS', 'MIN_OWN_SNR', 'MAX_LOST_ENERGY', 'HEADROOM', 'Numbers', 'Errors', 'watch_calls', 'floats',
            'float_copy', 'half_copy', 'same_random_state', 'split_batch', 'ModuleNumbers', 'Settings',
-           'PrecisionReport', 'precision_report', 'policy_for']
+           'PrecisionReport', 'precision_report', 'find_fix', 'policy_for']
 
 # %% ../../nbs/diagnose/01_report.ipynb #c08a7d4b
 import copy
@@ -26,7 +26,7 @@ from ..cast import Policy, is_castable, model2float
 from ..engine.forward import forward_of, install_forward, remove_forward
 from ..engine.masters import masters_of
 from ..formats import NumberFormat
-from ..nested import check_positive, map_tensors
+from ..nested import check_positive, map_tensors, tensors_in
 from ..torch_private import uncompiled
 
 # %% ../../nbs/diagnose/01_report.ipynb #cc0e14bb
@@ -114,9 +114,7 @@ def watch_calls(
 
 def floats(o: Any) -> list[Tensor]:
     "Return the non-empty floating-point tensors in `o`."
-    found = []
-    map_tensors(lambda t: found.append(t) or t, o)
-    return [t for t in found if t.is_floating_point() and t.numel()]
+    return [t for t in tensors_in(o) if t.is_floating_point() and t.numel()]
 
 # %% ../../nbs/diagnose/01_report.ipynb #229a8466
 INPUTS = "(inputs)"  # the row of the batch
@@ -495,8 +493,9 @@ class PrecisionReport:
     def plot(self, what: str = "activations", ax: Any = None) -> Any:  # matplotlib's axes
         """Draw the exponents of 'activations' or 'gradients', a row per module.
 
-        The format's range is grey. Gradients are the true ones, and their range is divided
-        by the loss scale. Raises: ValueError.
+        Colours are shares of a module's numbers, from 1e-5 to 1 on a log scale. The format's range
+        is grey; below the dashed line numbers are subnormal. Gradients are the true ones, and the
+        range is divided by the loss scale. Raises: ValueError.
         """
         if what not in ("activations", "gradients"):
             raise ValueError(f"`what` is {what!r}: expected activations or gradients")
@@ -508,20 +507,16 @@ class PrecisionReport:
             import matplotlib.pyplot as plt
 
             ax = plt.figure(figsize=(7.0, 1.7 + 0.19 * len(rows)), layout="constrained").subplots()
-        extent = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
-        style: Any = dict(aspect="auto", interpolation="nearest", norm="log", vmin=1e-5, vmax=1)
-        image = ax.imshow(shares.numpy(), extent=extent, **style)
-        ax.figure.colorbar(image, ax=ax, pad=0.01, label="share of the module's numbers")
-        limits = torch.tensor([f.smallest_subnormal, f.max, f.smallest_normal], dtype=torch.float64)
-        low, high, normal = (limits / self.settings.loss_scale**is_grad).log2()
-        label = f"{f.name}'s range" + " ÷ loss scale" * is_grad
-        ax.axvspan(low, high, color="0.9", lw=0, zorder=0, label=label)
-        ax.axvline(normal, color="#D55E00", ls="--", lw=1.2, label="smallest normal number")
-        present = _EXPONENTS[shares.any(0)]
-        ax.set_xlim(min(present[0], -40) - 1, max(present[-1], 20) + 2)
+        ends = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
+        ax.imshow(shares.numpy(), aspect="auto", norm="log", vmin=1e-5, vmax=1, extent=ends)
+        limits = torch.tensor([f.smallest_subnormal, f.smallest_normal, f.max], dtype=torch.float64)
+        low, normal, high = (limits / self.settings.loss_scale**is_grad).log2().tolist()
+        ax.axvspan(low, high, color="0.9", zorder=0)
+        ax.axvline(normal, color="#D55E00", ls="--")
+        present = _EXPONENTS[shares.any(0)].tolist()
+        ax.set_xlim(min(present[0], low - 10), max(present[-1], high) + 2)
         ax.set_yticks(range(len(rows)), [k[-30:] or "(model)" for k in rows], fontsize=7)
         ax.set_xlabel("exponent in float32: numbers from $2^x$ to $2^{x+1}$")
-        ax.legend(ncols=2, fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
         return ax
 
     def __repr__(self) -> str:
@@ -571,13 +566,22 @@ def precision_report(
     def examine(settings):
         return _Twins(model, settings, training).report(batches, loss_func)
 
-    report = trial = examine(settings)
+    report = examine(settings)
+    report.fix = find_fix(report, examine)
+    return report
+
+
+def find_fix(
+    trial: Any,  # what `examine` returned for the settings in use
+    examine: Callable,  # settings → a trial, with `settings`, `is_fine` and `proposal()`
+) -> Settings | None:
+    "Return the first settings that work, each proposed by the trial before; bfloat16 is the last."
+    first = trial.settings
     while not trial.is_fine and (proposal := trial.proposal()) is not None:
         trial = examine(proposal)
-    if not trial.is_fine and policy.dtype == torch.float16:
-        trial = examine(settings.changed(1.0, dtype=torch.bfloat16))
-    report.fix = trial.settings if trial.is_fine else None
-    return report
+    if not trial.is_fine and first.policy.dtype == torch.float16:
+        trial = examine(first.changed(1.0, dtype=torch.bfloat16))
+    return trial.settings if trial.is_fine else None
 
 
 def policy_for(model: nn.Module, dtype: Any, keep_fp32: Any, native: bool | None) -> Policy:
