@@ -304,6 +304,7 @@ def test_rows_of_a_plot_are_the_modules_from_top_to_bottom():
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "mask", "b"]
     low, high = ax.get_ylim()
     assert low > high and ax.get_xlabel()
+    assert ax.images[0].zorder > ax.patches[0].zorder  # the format's range hides no numbers
 
 
 def test_models_that_hang_tensors_on_modules_and_on_tensors():

@@ -511,7 +511,7 @@ class PrecisionReport:
         ax.imshow(shares.numpy(), aspect="auto", norm="log", vmin=1e-5, vmax=1, extent=ends)
         limits = torch.tensor([f.smallest_subnormal, f.smallest_normal, f.max], dtype=torch.float64)
         low, normal, high = (limits / self.settings.loss_scale**is_grad).log2().tolist()
-        ax.axvspan(low, high, color="0.9", zorder=0)
+        ax.axvspan(low, high, color="0.9", zorder=-1)
         ax.axvline(normal, color="#D55E00", ls="--")
         present = _EXPONENTS[shares.any(0)].tolist()
         ax.set_xlim(min(present[0], low - 10), max(present[-1], high) + 2)
