@@ -253,8 +253,10 @@ def _differences(learn, state):
         LossScaler().check_state(opt["loss_scale"])
     check_positive("grad_scale", saved["grad_scale"])
     check_steps("train_iter", saved["train_iter"])
-    for n_epoch, n_done in saved["fits"] or [()]:
-        check_steps("n_epoch", n_epoch), check_steps("n_done", n_done)
+    fits: Any = saved["fits"] or [()]  # there is at least one
+    for n_epoch, n_done in fits:
+        check_steps("n_epoch", n_epoch)
+        check_steps("n_done", n_done)
     for _, counts in saved["callbacks"]:
         dict(counts)
     params, now = dict(model.named_parameters()), random_states(learn.dls)

@@ -593,7 +593,8 @@ class LossScaler(GradScaler):
 
     def check_state(self, state_dict: Mapping) -> None:
         "Check a state for `load_state_dict`. Raises: TypeError, ValueError if it is invalid."
-        if not self.is_enabled() or self.only_checks:  # the scale stays 1
+        is_unscaled = set(state_dict) == {"layers"}  # of a scaler that only checks
+        if not self.is_enabled() or self.only_checks or is_unscaled:
             return
         wanted = "scale growth_factor backoff_factor growth_interval _growth_tracker".split()
         missing = [k for k in wanted if k not in state_dict]
@@ -614,7 +615,7 @@ class LossScaler(GradScaler):
         self.check_state(state_dict)
         if self.is_enabled() and self.layers is not None and "layers" in state_dict:
             self.layers.load_state_dict(state_dict["layers"])
-        if self.is_enabled() and not self.only_checks:
+        if self.is_enabled() and not self.only_checks and "scale" in state_dict:
             super().load_state_dict(state_dict)  # pyright: ignore
             self._settle()
             counts = state_dict["_growth_tracker"], state_dict.get("skips_in_a_row", 0)

@@ -89,13 +89,14 @@ def test_a_batch_that_breaks_off_leaves_no_hook_and_no_iteration(event, error):
     assert n_hooks(learn.model) == n_hooks(conv_net()) and "forward" not in vars(learn.model)
 
 
-def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
-    unbroken = learner(BY_HAND, path=tmp_path / "a")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_resumed_run_ends_in_the_same_bits(dtype, tmp_path):
+    unbroken = learner(BY_HAND, dtype, path=tmp_path / "a")
     unbroken.fit(4, 0.01, cbs=Checkpoint("run"))
-    killed = learner(BY_HAND, path=tmp_path / "b")
+    killed = learner(BY_HAND, dtype, path=tmp_path / "b")
     with pytest.raises(KeyboardInterrupt):
         killed.fit(4, 0.01, cbs=[Checkpoint("run"), Do("after_backward", interrupt, at=9)])
-    resumed, checkpoint = learner(BY_HAND, path=tmp_path / "b"), Checkpoint("run")
+    resumed, checkpoint = learner(BY_HAND, dtype, path=tmp_path / "b"), Checkpoint("run")
     resumed.fit(4, 0.01, start_epoch=checkpoint.resume(resumed), cbs=checkpoint)
     assert_same(bits(resumed), bits(unbroken))
     assert resumed.mp_cb.layer_scales == unbroken.mp_cb.layer_scales

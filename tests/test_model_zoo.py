@@ -270,8 +270,8 @@ def test_a_model_is_as_near_to_float32_as_under_autocast_and_trains(name, dtype,
     found = [distance(out, exact), distance(grads, exact_grads)]
     print(f"{name} {dtype}: {found}, allowed {allowed}")
     # 0.68 times in the median, 1.46 times at most; other CPUs draw other noise
-    assert found[0] <= 3 * allowed[0] + 1e-6
-    assert found[1] <= 3 * allowed[1] + 0.01  # a unit of a ReLU that switches adds a jump
+    assert found[0] <= 2 * allowed[0] + 1e-6
+    assert found[1] <= 2 * allowed[1] + 0.01  # a unit of a ReLU that switches adds a jump
     before = {k: v.clone() for k, v in net.state_dict().items()}
     opt.step()
     assert opt.masters.n_skipped == 0

@@ -30,11 +30,11 @@ def losses(script, kind, dtype):
 @KIND
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_script_ends_where_it_ends_in_float32(script, dtype):
-    """Two lines are changed; seeds and a twentieth of what is learned differ by more."""
+    """Two lines are changed; seeds and a fortieth of what is learned differ by more."""
     plain = losses(script, "float32", torch.bfloat16)
     learned = min(loss_of(script, How("float32"), seed, steps=0) for seed in SEEDS) - max(plain)
     assert learned > 0
-    near = max(plain) - min(plain) + learned / 20
+    near = max(plain) - min(plain) + learned / 40
     for kind, seed in product(("autocast", "masters"), SEEDS):
         assert losses(script, kind, dtype)[seed] == pytest.approx(plain[seed], abs=near)
 

@@ -198,7 +198,7 @@ class _Trial:
         if self.phase == "backward" and self.settings.loss_scale > 1:
             return self.settings.changed(loss_scale=max(1.0, self.settings.loss_scale / 4))
         kept, parts = self.settings.keeping(self.module), dict(self.model.named_modules())
-        names = kept.policy.keep_fp32 if kept else ()
+        names: Any = () if kept is None else kept.policy.keep_fp32
         if self.module not in parts or not 0 < len(names) <= self.n_kept + 1:
             return None
         n, n_all = (sum(p.numel() for p in m.parameters()) for m in (parts[names[-1]], self.model))
