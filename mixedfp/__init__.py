@@ -25,7 +25,7 @@ _MODULES = {
     "layerwise": "LayerwiseGradientScaler",
     "master": "get_master master2model model_g2master_g",
     "optimizer": "with_masters masters_of",
-    "resume": "random_states save_checkpoint load_checkpoint",
+    "resume": "random_states set_random_states save_checkpoint load_checkpoint",
     "scaler": "LossScaler",
     "skorch": "MixedPrecisionMixin",
     "trainers": "MastersPrecision use_masters",

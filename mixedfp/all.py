@@ -8,7 +8,7 @@ __all__ = ['MixedPrecision', 'mixed_precision', 'PrecisionRecorder', 'bn2float',
            'precision_report', 'PrecisionReport', 'computing', 'Darknet', 'cifar10', 'photos', 'MixedPrecisionError',
            'NumberFormat', 'is_lost', 'ulp', 'LayerwiseGradientScaler', 'get_master', 'master2model',
            'model_g2master_g', 'masters_of', 'with_masters', 'LossScaler', 'MixedPrecisionMixin', 'MastersPrecision',
-           'use_masters', 'random_states', 'save_checkpoint', 'load_checkpoint']
+           'use_masters', 'random_states', 'set_random_states', 'save_checkpoint', 'load_checkpoint']
 
 # %% ../nbs/21_all.ipynb #9e5532ff
 from . import fsdp  # noqa: F401  adds `fsdp_ctx` to Learner
@@ -25,7 +25,7 @@ from .formats import MixedPrecisionError, NumberFormat, is_lost, ulp
 from .layerwise import LayerwiseGradientScaler
 from .master import get_master, master2model, model_g2master_g
 from .optimizer import masters_of, with_masters
-from .resume import load_checkpoint, random_states, save_checkpoint
+from .resume import load_checkpoint, random_states, save_checkpoint, set_random_states
 from .scaler import LossScaler
 from .skorch import MixedPrecisionMixin
 from .trainers import MastersPrecision, use_masters
@@ -38,5 +38,5 @@ _all_ = [
     "Darknet", "cifar10", "photos", "MixedPrecisionError", "NumberFormat", "is_lost", "ulp",
     "LayerwiseGradientScaler", "get_master", "master2model", "model_g2master_g", "masters_of",
     "with_masters", "LossScaler", "MixedPrecisionMixin", "MastersPrecision", "use_masters",
-    "random_states", "save_checkpoint", "load_checkpoint",
+    "random_states", "set_random_states", "save_checkpoint", "load_checkpoint",
 ]  # fmt: skip

@@ -192,7 +192,7 @@ def _fix(core, bare, share):
         )
     if not isinstance(core, Optimizer):
         return "learn.to_bf16()"
-    return 'model, opt = with_masters(model, opt, dtype="bf16")  # from mixedfp.optimizer'
+    return 'model, opt = with_masters(model, opt, dtype="bf16")  # from mixedfp'
 
 
 @torch.no_grad()
