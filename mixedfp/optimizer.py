@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .cast import Policy
 from .engine.masters import masters_of
 from .sharded import sharded_modules
 from .step import MasterStep, MixedTraining
-from .torch_private import uncompiled
+from .torch_private import unwrapped
 
 # %% ../nbs/09_optimizer.ipynb #abb9179a
 _all_ = ["masters_of"]
@@ -83,7 +82,7 @@ def with_masters(
             f"`model` is a {type(model).__name__}: expected a module, then its optimizers, "
             "with_masters(model, optimizer)"
         )
-    inner = uncompiled(model.module if isinstance(model, DistributedDataParallel) else model)
+    inner = unwrapped(model)
     for m in sharded_modules(inner).values():
         m.reshard()
     _check_optimizers(inner, optimizers)

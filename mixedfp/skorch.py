@@ -20,7 +20,7 @@ from .engine.masters import Masters, masters_of
 from .nested import check_flag, warn_once
 from .scaler import LossScaler
 from .step import MasterStep
-from .torch_private import uncompiled
+from .torch_private import unwrapped
 
 # %% ../nbs/13_skorch.ipynb #c3e87932
 class AutocastForward(WrappedForward):
@@ -126,7 +126,7 @@ class _Components:
     def _make_masters(self):
         "Make the modules plain, and then compute and train as the settings say."
         parts = {name: getattr(self, name + "_", None) for name in self._modules}
-        parts = {k: uncompiled(m) for k, m in parts.items() if isinstance(m, nn.Module)}
+        parts = {k: unwrapped(m) for k, m in parts.items() if isinstance(m, nn.Module)}
         for m in parts.values():
             if (masters := masters_of(m)) is not None:
                 masters.restore()

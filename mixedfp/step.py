@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from . import torch_private as private
 from .cast import Policy
@@ -364,8 +363,7 @@ class MixedTraining:
         model: nn.Module,  # in float32; cast in place. Can be wrapped in DDP or torch.compile
     ) -> None:
         "Make `model` compute in 16 bits, or take its changes up. Raises: as `Masters`."
-        ddp = model if isinstance(model, DistributedDataParallel) else None
-        model = private.uncompiled(model if ddp is None else ddp.module)
+        model = private.unwrapped(model)
         if self._masters is not None and not self._has(model):
             self.detach()
         for m in sharded_modules(model).values():

@@ -42,8 +42,8 @@ def test_the_compiler_is_seen_once_it_is_imported():
 
 def test_the_module_inside_of_a_compiled_one_is_found():
     model = nn.Linear(1, 1)
-    assert private.uncompiled(torch.compile(model)) is model
-    assert private.uncompiled(model) is model
+    assert private.unwrapped(torch.compile(model)) is model
+    assert private.unwrapped(model) is model
 
 
 def test_hooks_around_a_step_are_found():

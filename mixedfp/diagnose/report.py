@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..cast import Policy, is_castable, model2float
 from ..engine.forward import forward_of, install_forward, remove_forward
 from ..engine.masters import masters_of
 from ..formats import NumberFormat
 from ..nested import check_positive, map_tensors, tensors_in
-from ..torch_private import uncompiled
+from ..torch_private import unwrapped
 
 # %% ../../nbs/diagnose/01_report.ipynb #cc0e14bb
 _BIAS, _MASK = 127, 254  # float32's exponent bias; the stored exponent of mask constants
@@ -189,7 +188,7 @@ def float_copy(model: nn.Module) -> nn.Module:
             memo[id(t)] = t.detach().clone()
         return t
 
-    model = uncompiled(model.module if isinstance(model, DistributedDataParallel) else model)
+    model = unwrapped(model)
     for m in model.modules():
         map_tensors(look, [list(vars(m).values()), m._parameters, m._buffers])
     twin = model2float(copy.deepcopy(model, memo))

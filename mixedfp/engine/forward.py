@@ -25,7 +25,7 @@ from .writes import uses
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, warn_once
-from ..torch_private import uncompiled, without_autocast
+from ..torch_private import unwrapped, without_autocast
 
 # %% ../../nbs/engine/03_forward.ipynb #81b170f7
 class PassForward(WrappedForward):
@@ -274,7 +274,7 @@ def computing(
 
 def called_modules(model: nn.Module) -> list[nn.Module]:
     "Return the modules that are called: `model` itself, or the children of a `ModuleList`."
-    model = uncompiled(model)
+    model = unwrapped(model)
     if is_called(model):
         return [model]
     return [called for m in model.children() for called in called_modules(m)]

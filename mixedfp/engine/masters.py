@@ -19,7 +19,7 @@ from .files import check_model, warn_if_rounded
 from .forward import forward_of, install_forward, remove_forward
 from ..layerwise import LayerwiseGradientScaler
 from ..sharded import has_shards
-from ..torch_private import uncompiled
+from ..torch_private import unwrapped
 
 # %% ../../nbs/engine/06_masters.ipynb #47143279
 class Masters:
@@ -106,5 +106,5 @@ def masters_of(
     model: nn.Module,  # or a module that contains it
 ) -> Masters | None:
     "Return the masters of `model`, or None."
-    forward = forward_of(uncompiled(model))
+    forward = forward_of(unwrapped(model))
     return None if forward is None else forward.masters
