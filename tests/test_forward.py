@@ -132,6 +132,7 @@ def test_without_autocast_they_are_refused_and_the_rest_is_in_16_bits():
     seen = []
     half(Ends(lambda y: seen.append(y.softmax(-1).dtype) or y), autocast=False)(X)
     assert seen == [BF16]
+    assert half(nn.LSTM(4, 4), autocast=False)(X)[0].dtype == FULL  # a part without copies
 
 
 # What is raised

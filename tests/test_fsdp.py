@@ -115,6 +115,7 @@ def by_hand(rank, folder):
     with learn.fsdp_ctx(shard=nn.Sequential):
         rate = learn.lr_find(show_plot=False).valley
         file = learn.save("by_hand", with_opt=False)
+    assert not hasattr(learn, "shared_data")  # the callback of the block
     return learn.recorder.values[-1], rate, {t.dtype for t in torch.load(file).values()}
 
 

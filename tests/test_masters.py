@@ -100,6 +100,7 @@ def test_16_bit_weights_are_widened_with_one_warning_and_frozen_ones_stay(flat, 
         step(model, opt)
     assert frozen is model[0].weight and frozen.dtype == torch.float32
     assert 0 < (frozen - before).abs().max() < 1e-4
+    assert frozen in set(opt.masters.copies.params)
 
 
 class PackedWeight(nn.Parameter):
