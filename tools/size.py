@@ -8,7 +8,7 @@ from pathlib import Path
 from notebooks import ROOT
 
 LINES, CODE, MODULES, FUNCTION = 8025, 5770, 34, 60  # all lines of all modules
-TEST_LINES = 15100
+TEST_LINES = 15105
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 
 

@@ -64,9 +64,8 @@ class Round(torch.autograd.Function):
     def backward(ctx, *grads):
         """Widen the gradients in one grouped copy; None stays None."""
         some = wide = [g for g in grads if g is not None]
-        if torch.is_grad_enabled() or any(g.is_sparse for g in some):  # `create_graph`
-            wide = [g.float() for g in some]
-        elif not ctx.keeps_grads:
+        is_recorded = torch.is_grad_enabled()  # `create_graph`: autograd widens each
+        if not (ctx.keeps_grads or is_recorded or any(g.is_sparse for g in some)):
             if ctx.layout is None:
                 wide = [torch.empty_like(g, dtype=torch.float32) for g in some]
             else:
