@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
-from mixedfp.diagnose import precision_report
+from mixedfp import precision_report
 from mixedfp.examples import Darknet, cifar10
 from mixedfp.layerwise import LayerwiseGradientScaler
 from mixedfp.optimizer import with_masters

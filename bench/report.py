@@ -24,8 +24,8 @@ from fastai.optimizer import Adam
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from mixedfp import find_overflow, precision_report
 from mixedfp.callback import PrecisionRecorder
-from mixedfp.diagnose import find_overflow, precision_report
 from mixedfp.examples import Darknet
 
 MODES = {"plain": [], "watched": [PrecisionRecorder]}

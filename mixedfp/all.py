@@ -20,11 +20,12 @@ from .diagnose.memory import memory_of
 from .diagnose.overflow import Overflow, find_overflow
 from .diagnose.report import PrecisionReport, precision_report
 from .engine.forward import computing
+from .engine.masters import masters_of
 from .examples import Darknet, cifar10, photos
 from .formats import MixedPrecisionError, NumberFormat, is_lost, ulp
 from .layerwise import LayerwiseGradientScaler
 from .master import get_master, master2model, model_g2master_g
-from .optimizer import masters_of, with_masters
+from .optimizer import with_masters
 from .resume import load_checkpoint, random_states, save_checkpoint, set_random_states
 from .scaler import LossScaler
 from .skorch import MixedPrecisionMixin

@@ -26,9 +26,8 @@ from fastcore.meta import delegates
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import diagnose
 from .cast import Policy
-from .diagnose import Overflow, PrecisionAudit, PrecisionReport
+from .diagnose import audit, overflow, report
 from .formats import MixedPrecisionError
 from .master import norm_bias_ids
 from .nested import check_flag, check_positive, check_steps
@@ -266,7 +265,7 @@ class MixedPrecision(Callback):
     def find_overflow(
         self,
         batch: tuple | None = None,  # (x, y); default: the last skipped batch
-    ) -> Overflow | None:  # None: the batch is finite when run again
+    ) -> overflow.Overflow | None:  # None: the batch is finite when run again
         """Find the source of the inf or nan in a batch, and try fixes. Nothing is changed.
 
         Raises: MixedPrecisionError if no step was skipped and no batch is given.
@@ -279,7 +278,7 @@ class MixedPrecision(Callback):
         policy = self.mixed.policy
         settings: Any = dict(keep_fp32=policy.keep_fp32, native=policy.native)
         settings |= dict(dtype=policy.dtype, scale=float(it.scale), step=it.step)
-        return diagnose.find_overflow(self.learn.model, it.batch, it.loss_func, **settings)
+        return overflow.find_overflow(self.learn.model, it.batch, it.loss_func, **settings)
 
     def _describe_overflow(self):
         try:
@@ -429,7 +428,7 @@ def to_fp32(self: Learner) -> Learner:  # itself
 def find_overflow(
     self: Learner,
     batch: tuple | None = None,  # (x, y); default: the last skipped batch
-) -> Overflow | None:  # None: the batch is finite when run again
+) -> overflow.Overflow | None:  # None: the batch is finite when run again
     "Find the source of the inf or nan in a batch, and try fixes; see `MixedPrecision`."
     return self.mp_cb.find_overflow(batch)
 
@@ -464,7 +463,7 @@ def precision_report(
     n_batches: int = 1,  # number of training batches, > 0; callbacks do not receive them
     dtype: torch.dtype | None = None,  # default: the Learner's, else float16
     **kwargs,  # as in `mixedfp.diagnose.report.precision_report`, not the Learner's settings
-) -> PrecisionReport:
+) -> report.PrecisionReport:
     """Compare the model in 16 bits with itself in float32, module by module; nothing is changed.
 
     Sync: reads numbers from every module. Raises: as `precision_report`.
@@ -478,14 +477,14 @@ def precision_report(
         kwargs = now | dict(keep_fp32=policy.keep_fp32, native=policy.native) | kwargs
     settings, model = {"training": True, **kwargs}, cast(nn.Module, self.model)
     batches, loss_func = _some_batches(self, n_batches), _loss_of(self)
-    return diagnose.precision_report(model, batches, loss_func, dtype, **settings)
+    return report.precision_report(model, batches, loss_func, dtype, **settings)
 
 
 @patch
-def precision_audit(self: Learner) -> PrecisionAudit:
+def precision_audit(self: Learner) -> audit.PrecisionAudit:
     "Return the dtypes of the model and its optimizer, and the lost updates."
     optimizers = [] if self.opt is None else [self.opt]
-    return diagnose.precision_audit(cast(nn.Module, self.model), *optimizers)
+    return audit.precision_audit(cast(nn.Module, self.model), *optimizers)
 
 # %% ../nbs/10_callback.ipynb #037782ea
 class PrecisionRecorder(Callback):

@@ -23,8 +23,9 @@ from torch.optim import LBFGS, Optimizer
 
 from .cast import Policy
 from .engine.forward import computing, forward_of
+from .engine.masters import masters_of
 from .formats import MixedPrecisionError
-from .optimizer import masters_of, with_masters
+from .optimizer import with_masters
 from .scaler import LossScaler
 from .sharded import has_shards
 from .step import MixedTraining

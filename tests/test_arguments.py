@@ -7,9 +7,9 @@ import torch
 from tiny import make_learner
 from torch import nn
 
+from mixedfp import masters_of, with_masters
 from mixedfp.callback import MixedPrecision
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.optimizer import masters_of, with_masters
 from mixedfp.scaler import LossScaler
 
 NET = nn.Linear(2, 2)

@@ -6,7 +6,7 @@ import torch
 from torch import distributed, nn
 
 import mixedfp.callback  # noqa: F401, puts `precision_audit` on Learners
-from mixedfp.diagnose import precision_audit
+from mixedfp import precision_audit
 from mixedfp.engine.optimizers import Shadow
 from mixedfp.optimizer import with_masters
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import optimizer
 
-from mixedfp.diagnose import find_overflow, memory_of, precision_audit, precision_report
+from mixedfp import find_overflow, memory_of, precision_audit, precision_report
 from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mixedfp.callback  # noqa: F401, gives Learner to_bf16
+from mixedfp import masters_of
 from mixedfp.engine.optimizers import core_of
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.fsdp import shard_model  # and gives Learner fsdp_ctx
-from mixedfp.optimizer import masters_of
 from mixedfp.sharded import has_shards
 from mixedfp.testing import assert_same
 

@@ -8,7 +8,7 @@ from test_report import TimesBackward
 from torch import nn
 from torch.nn import functional as F
 
-from mixedfp.diagnose import find_overflow, precision_report
+from mixedfp import find_overflow, precision_report
 from mixedfp.optimizer import with_masters
 
 torch.set_num_threads(1)

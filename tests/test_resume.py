@@ -21,10 +21,10 @@ from tiny import Do, dropout_net, images, make_dls, make_learner, one_group, pla
 from torch import nn
 from torch.utils.data import DataLoader
 
+from mixedfp import masters_of, with_masters
 from mixedfp.callback import MixedPrecision
 from mixedfp.checkpoint import Checkpoint
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.optimizer import masters_of, with_masters
 from mixedfp.resume import load_checkpoint, random_states, save_checkpoint, set_random_states
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import mixedfp.callback  # noqa: F401, gives Learner to_fp16
+from mixedfp import precision_audit
 from mixedfp.cast import Policy
 from mixedfp.checkpoint import Checkpoint
-from mixedfp.diagnose import precision_audit
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler

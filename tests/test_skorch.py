@@ -20,9 +20,9 @@ from skorch.callbacks import Callback, GradientNormClipping
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 
+from mixedfp import masters_of, with_masters
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.nested import warn_once
-from mixedfp.optimizer import masters_of, with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.skorch import MixedPrecisionMixin
 from mixedfp.testing import assert_same

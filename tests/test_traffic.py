@@ -18,7 +18,7 @@ from networks import LM, loss_of  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.amp import GradScaler  # noqa: E402
 
-from mixedfp.diagnose import memory_of  # noqa: E402
+from mixedfp import memory_of  # noqa: E402
 from mixedfp.formats import MixedPrecisionError  # noqa: E402
 from mixedfp.optimizer import with_masters  # noqa: E402
 from mixedfp.scaler import LossScaler, any_nonfinite  # noqa: E402

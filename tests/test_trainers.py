@@ -47,9 +47,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
+from mixedfp import masters_of, with_masters
 from mixedfp.engine.rounded import Copies
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.optimizer import masters_of, with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 from mixedfp.trainers import MastersPrecision, use_masters
