@@ -250,7 +250,8 @@ def _differences(learn, state):
     for s in opt["state"].values() if isinstance(opt["state"], dict) else opt["state"]:
         dict(s)
     if opt.get("loss_scale"):
-        LossScaler().check_state(opt["loss_scale"])
+        mixed = _scaling(learn)
+        (LossScaler() if mixed is None else mixed.scaler).check_state(opt["loss_scale"])
     check_positive("grad_scale", saved["grad_scale"])
     check_steps("train_iter", saved["train_iter"])
     fits: Any = saved["fits"] or [()]  # there is at least one

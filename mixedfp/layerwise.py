@@ -345,14 +345,21 @@ class LayerwiseGradientScaler:
             "growth_trackers": {info.layer_name: info.growth_tracker for info in self._scaled},
         }
 
+    def check_state(self, state_dict: Mapping) -> None:
+        "Check a state for `load_state_dict`. Raises: TypeError, ValueError if it is invalid."
+        scales, counts = (state_dict.get(k, {}) for k in ("scales", "growth_trackers"))
+        if not set(scales) == set(counts) == set(self.layer_scales):
+            raise ValueError(f"the state has scales of {sorted(scales)}: expected the same layers")
+        for name, scale in scales.items():
+            check_positive(f"scale of {name!r}", scale)
+
     def load_state_dict(
         self,
         state_dict: dict,  # from a scaler with the same layers
     ) -> None:
-        "Continue from saved scales. Raises: ValueError if they belong to other layers."
+        "Continue from saved scales. Raises: as `check_state`, before anything is changed."
+        self.check_state(state_dict)
         scales, counts = state_dict["scales"], state_dict["growth_trackers"]
-        if set(scales) != set(self.layer_scales):
-            raise ValueError(f"the state has scales of {sorted(scales)}: expected the same layers")
         for info in self._scaled:
             self._set(info, float(scales[info.layer_name]))
             info.growth_tracker = counts[info.layer_name]

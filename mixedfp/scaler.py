@@ -593,6 +593,8 @@ class LossScaler(GradScaler):
 
     def check_state(self, state_dict: Mapping) -> None:
         "Check a state for `load_state_dict`. Raises: TypeError, ValueError if it is invalid."
+        if self.is_enabled() and self.layers is not None and "layers" in state_dict:
+            self.layers.check_state(state_dict["layers"])
         is_unscaled = set(state_dict) == {"layers"}  # of a scaler that only checks
         if not self.is_enabled() or self.only_checks or is_unscaled:
             return

@@ -102,6 +102,16 @@ def test_a_resumed_run_ends_in_the_same_bits(dtype, tmp_path):
     assert resumed.mp_cb.layer_scales == unbroken.mp_cb.layer_scales
 
 
+def test_scales_of_other_layers_are_refused_before_anything_is_loaded():
+    learn, other = learner(BY_HAND), learner({"0": 2.0, "4": 4.0})
+    for some in (learn, other):
+        some.fit(1, 0.01)
+    before = copy.deepcopy((bits(learn), learn.mp_cb.layer_scales, learn.mp_cb.loss_scale))
+    with pytest.raises(ValueError, match="expected the same layers"):
+        learn.opt.load_state_dict(other.opt.state_dict())
+    assert_same((bits(learn), learn.mp_cb.layer_scales, learn.mp_cb.loss_scale), before)
+
+
 def test_finding_a_rate_and_copying_leave_the_scales():
     learn = learner(BY_HAND)
     learn.fit(1, 0.01)
