@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from ranks import on_two_ranks
+from ranks import on_ranks
 from scripts import SCRIPTS, How, cross_entropy_of, hogwild, mlp, teacher
 
 from mixedfp.testing import assert_same
@@ -30,12 +30,11 @@ def losses(script, kind, dtype):
 @KIND
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_script_ends_where_it_ends_in_float32(script, dtype):
-    """Two lines are changed; seeds and a fortieth of what is learned differ by more."""
+    """Two lines are changed; seeds differ by more than precisions. Autocast has twice the room."""
     plain = losses(script, "float32", torch.bfloat16)
-    learned = min(loss_of(script, How("float32"), seed, steps=0) for seed in SEEDS) - max(plain)
-    assert learned > 0
-    near = max(plain) - min(plain) + learned / 40
-    for kind, seed in product(("autocast", "masters"), SEEDS):
+    assert max(plain) < min(loss_of(script, How("float32"), seed, steps=0) for seed in SEEDS)
+    spread = max(plain) - min(plain)
+    for (kind, near), seed in product((("autocast", 2 * spread), ("masters", spread)), SEEDS):
         assert losses(script, kind, dtype)[seed] == pytest.approx(plain[seed], abs=near)
 
 
@@ -79,7 +78,7 @@ def test_two_processes(tmp_path):
     """DDP keeps teachers equal; Hogwild's masters stay in shared memory."""
     models = [[mlp(192, 32, 4).share_memory() for _ in range(2)] for _ in HOWS]
     alone = [deepcopy(in_turns) for in_turns, _ in models]
-    first, second = on_two_ranks(partial(on_each_rank, models), tmp_path, ("test_scripts",))
+    first, second = on_ranks(2, partial(on_each_rank, models), tmp_path, ("test_scripts",))
     assert_same(second, first)
     for how, plain, (in_turns, free) in zip(HOWS, alone, models, strict=True):
         hogwild(how, plain, 12)
