@@ -101,7 +101,7 @@ def save_checkpoint(
 def draft(
     path: str | Path,
 ) -> Path:  # in the same folder
-    "Return a new name for an unfinished file, and remove those that killed runs left an hour ago."
+    "Return a new name for an unfinished file; remove those over an hour old, left by killed runs."
     path = Path(path)
     for old in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         with suppress(FileNotFoundError):  # another run has removed it
