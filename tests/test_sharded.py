@@ -99,7 +99,7 @@ def refused(mesh):
         "flat_master: not for": (sharded(mesh), dict(bf16, flat_master=True)),
         "keep_fp32: not for": (sharded(mesh), dict(bf16, keep_fp32="0")),
         "`0` computes in torch.float32": (sharded(mesh, MixedPrecisionPolicy()), bf16),
-        "`FSDPSequential` computes in torch.bfloat16": (sharded(mesh), {}),
+        "`FSDPSequential` computes in torch.bfloat16": (sharded(mesh), dict(dtype="fp16")),
         "averages its gradients in torch.bfloat16": (
             sharded(mesh, policy(reduce_dtype=None)), bf16,
         ),

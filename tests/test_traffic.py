@@ -36,14 +36,14 @@ def simulated_cuda():
 # launches, bytes and peak, relative to autocast's. The peak is in the loss: our logits are float32
 LIMITS = {
     "lm": {
-        EACH: (0.50, 0.87, 1.01),
-        FLAT: (0.504, 0.87, 1.01),
+        EACH: (0.53, 0.87, 1.01),
+        FLAT: (0.531, 0.87, 1.01),
         HALF: (0.54, 0.89, 1.01),
         SMALLEST: (0.62, 1.07, 0.92),
     },
-    "vit": {FLAT: (0.52, 0.79, 0.92), SMALLEST: (0.56, 0.90, 0.86)},
+    "vit": {FLAT: (0.54, 0.79, 0.92), SMALLEST: (0.56, 0.90, 0.86)},
     # the buffers of a skipped step are restored on the device: 11 launches
-    "resnet": {FLAT: (0.83, 1.01, 1.01), SMALLEST: (0.87, 1.11, 0.95)},
+    "resnet": {FLAT: (0.85, 1.01, 1.01), SMALLEST: (0.87, 1.11, 0.95)},
 }
 
 
@@ -71,8 +71,8 @@ def assert_is_what_the_page_shows(row):
 
 def test_a_block_casts_no_weight_and_the_lesson_draws_what_is_counted():
     found = {mode: traffic.block(mode) for mode in traffic.BLOCKS}
-    passes = found["mixedfp"]  # gradients are widened with those of other blocks
-    assert "cast" not in passes["forward"] + passes["backward"]
+    assert "cast" not in found["mixedfp"]["forward"]
+    assert found["mixedfp"]["backward"].split().count("cast") == 2  # a grouped copy of gradients
     kept = json.loads((ROOT / "bench" / "results" / "traffic.json").read_text())
     assert found == kept["block"] or kept["about"]["torch"] != torch.__version__
 
