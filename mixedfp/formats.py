@@ -8,6 +8,7 @@ __all__ = ['NumberFormat', 'ulp', 'is_lost', 'round_stochastically', 'MixedPreci
 # %% ../nbs/00_formats.ipynb #da2d2a09
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,31 +30,24 @@ class NumberFormat:
     eps: float  # the distance from 1 to the next larger number
 
     @classmethod
+    @cache
     def of(
         cls,
         dtype: torch.dtype,  # float16, bfloat16, float32 or float64
     ) -> "NumberFormat":  # the single record of that format
         """Return the `NumberFormat` of `dtype`. Raises: TypeError for any other dtype."""
-        if isinstance(dtype, torch.dtype) and dtype in _FORMATS:
-            return _FORMATS[dtype]
-        got = dtype if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
-        raise TypeError(
-            f"dtype must be one of {', '.join(map(str, _FORMATS))}; got {got}. "
-            "Pass the .dtype of a floating-point tensor."
-        )
-
-# %% ../nbs/00_formats.ipynb #04a5e74d
-def _record(dtype):
-    f = torch.finfo(dtype)
-    mantissa = round(-math.log2(f.eps))
-    exponent = f.bits - 1 - mantissa
-    limits = f.max, f.smallest_normal, f.smallest_normal * f.eps, f.eps
-    bits = f.bits // 8, exponent, mantissa, 2 ** (exponent - 1) - 1
-    return NumberFormat(f.dtype, dtype, *bits, *limits)
+        if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+            got = dtype if isinstance(dtype, torch.dtype) else f"a {type(dtype).__name__}"
+            raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES))}; got {got}")
+        f = torch.finfo(dtype)
+        mantissa = round(-math.log2(f.eps))
+        exponent = f.bits - 1 - mantissa
+        bits = f.bits // 8, exponent, mantissa, 2 ** (exponent - 1) - 1
+        limits = f.max, f.smallest_normal, f.smallest_normal * f.eps, f.eps
+        return cls(f.dtype, dtype, *bits, *limits)
 
 
 _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
-_FORMATS = {dtype: _record(dtype) for dtype in _DTYPES}
 
 # %% ../nbs/00_formats.ipynb #69c6d574
 def ulp(
@@ -65,18 +59,19 @@ def ulp(
 
     Source: the conventions of Python's `math.ulp`, extended to all formats and to tensors.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a Tensor; got a {type(x).__name__}. Wrap it in torch.tensor().")
-    f = NumberFormat.of(x.dtype)
-    x = x.detach().abs()
-    # A stored exponent of 0 (zero and subnormals) has the spacing of a stored exponent of 1.
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[f.bytes]
-    exponent = (x.view(integer) >> f.mantissa_bits).clamp(min=1)
-    normal = (exponent - f.mantissa_bits).clamp(min=0) << f.mantissa_bits
-    # Where the spacing is itself subnormal, it is a single bit of the mantissa.
-    subnormal = torch.ones_like(exponent) << (exponent - 1).clamp(max=f.mantissa_bits)
-    spacing = torch.where(exponent > f.mantissa_bits, normal, subnormal)
-    return torch.where(x.isfinite(), spacing.view(x.dtype), x)
+    x = _checked(x=x)[0].abs()
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[NumberFormat.of(x.dtype).bytes]
+    neighbour = (x.view(integer) ^ 1).view(x.dtype)  # has the same exponent
+    return torch.where(x.isfinite(), (x - neighbour).abs(), x)
+
+
+def _checked(**tensors):
+    "Return the tensors, detached. Raises: TypeError unless each is a floating-point tensor."
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            got = value.dtype if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise TypeError(f"{name} must be a floating-point Tensor; got {got}")
+    return [t.detach() for t in tensors.values()]
 
 # %% ../nbs/00_formats.ipynb #d87e06ad
 def is_lost(
@@ -87,14 +82,7 @@ def is_lost(
 
     Raises: TypeError unless both are floating-point tensors.
     """
-    for name, value in (("w", w), ("update", update)):
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"{name} must be a floating-point Tensor; got {got}. "
-                "Wrap a number in torch.tensor(); give an integer tensor a floating dtype."
-            )
-    w, update = w.detach(), update.detach()
+    w, update = _checked(w=w, update=update)
     return ((w + update).to(w.dtype) == w) & (update != 0)
 
 # %% ../nbs/00_formats.ipynb #e5a3118e
