@@ -148,7 +148,7 @@ def cifar10(
         found = [sorted(vision.get_image_files(root/split/c)) for c in classes]
         files, labels = _balanced(name, n, found)
         parts.append((_decode(tuple(files)), labels))
-    return image_dls(*parts, classes, vision.cifar_stats, bs, device, seed)
+    return image_dls(parts[0], parts[1], classes, vision.cifar_stats, bs, device, seed)
 
 # %% ../nbs/17_examples.ipynb #3899ed20
 _COLUMNS = {"train": range(9), "valid": (12,)}  # of 16 in a band; they are 8 pixels apart
@@ -179,7 +179,7 @@ def photos(
     for split, name, n in (("train", "n_train", n_train), ("valid", "n_valid", n_valid)):
         cuts, labels = _balanced(name, n, [_cuts(photo, split) for photo in vocab])
         parts.append((torch.stack(cuts), labels))
-    return image_dls(*parts, vocab, None, bs, device, seed)
+    return image_dls(parts[0], parts[1], vocab, None, bs, device, seed)
 
 # %% ../nbs/17_examples.ipynb #50c9d0f8
 def conv_layer(n_in: int, n_out: int, ks: int = 3, stride: int = 1) -> nn.Sequential:
