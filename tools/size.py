@@ -7,7 +7,7 @@ from pathlib import Path
 
 from notebooks import ROOT
 
-LINES, CODE, MODULES, FUNCTION = 7925, 5700, 32, 60  # all lines of all modules
+LINES, CODE, MODULES, FUNCTION = 7926, 5701, 32, 60  # all lines of all modules
 TEST_LINES = 15148
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 
