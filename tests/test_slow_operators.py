@@ -89,7 +89,7 @@ def test_kernels_run_in_float32(name, dtype):
 @both
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind, dtype):
-    """Packed, in both directions, with hidden states in float32."""
+    """Packed, in both directions, with hidden states in float32, on any CPU and with native."""
     net, plain = (kind(4, 5, num_layers=2, bidirectional=True) for _ in range(2))
     plain.load_state_dict(model2half(net, dtype).state_dict())
     batch = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4), torch.tensor([3, 2]))
@@ -97,11 +97,12 @@ def test_recurrent_layers(kind, dtype):
     hidden = (hidden, hidden) if kind is nn.LSTM else hidden
     [inputs] = to_half([batch], dtype)
     expected = plain(to_float(inputs), hidden)[0].data
-    with torch.autocast("cpu", dtype), InFloat32(dtype):
-        out = net(batch, hidden)[0].data
-    out.float().sum().backward()
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
+    for is_emulated in (True, False):
+        with torch.autocast("cpu", dtype), InFloat32(dtype, is_emulated):
+            out = net(batch, hidden)[0].data
+        out.float().sum().backward()
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
     assert all(p.grad is not None for p in net.parameters())
 
 

@@ -21,6 +21,7 @@ from torch.nn.functional import group_norm, layer_norm, rms_norm
 from ..cast import FloatForward, Policy, WrappedForward, is_called, kept_parts, to_float
 from .in_float32 import InFloat32, has_arithmetic
 from .rounded import Copies, Passes
+from .writes import uses
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, warn_once
@@ -64,11 +65,13 @@ class HalfForward(PassForward):
         super().__init__(module)
         self.policy, self.copies, self.layers, self.masters = policy, copies, layers, masters
         self.emulates = not policy.native and not has_arithmetic("cpu", policy.dtype)
-        # a mode costs 7 us for each function: else it is on only where a weight may be indexed
-        places = [] if copies is None else copies.places
-        may_index = not all(_only_multiplies(m) for m, *_ in places)
-        as_on_gpu = InFloat32(policy.dtype, self.emulates)
-        self.on_cpu = as_on_gpu if self.emulates or may_index else nullcontext()
+        self.on_cpu = InFloat32(policy.dtype, self.emulates)
+        # a mode costs 7 us for each function: it is on where one of its functions may be called
+        own = {m for m, *_ in copies.places if not _only_multiplies(m)} if copies else set()
+        self.needs_mode = self.emulates or policy.dtype == torch.float16 or any(
+            m in own or isinstance(m, _COVERED) or uses(m, self.on_cpu.names)
+            for m in module.modules()
+        )
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass."""
@@ -106,7 +109,7 @@ class HalfForward(PassForward):
             ) from error
 
     def _modes(self):
-        "Return `torch.autocast` and, on a CPU, `InFloat32` where it is needed."
+        "Return `torch.autocast` and, on a CPU, `InFloat32`."
         dtype = self.policy.dtype
         first = next(self.module.parameters(), None)
         device = "cpu" if first is None else first.device.type
@@ -117,8 +120,11 @@ class HalfForward(PassForward):
                 "a GPU, at about the speed of float32. native=True uses PyTorch's own kernels, "
                 "which are mostly slower"
             )
-        on_cpu = self.on_cpu if device == "cpu" else nullcontext()
+        on_cpu = self.on_cpu if device == "cpu" and self.needs_mode else nullcontext()
         return torch.autocast(device, dtype) if self.policy.autocast else nullcontext(), on_cpu
+
+
+_COVERED = nn.RNNBase, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.Sigmoid
 
 
 def _only_multiplies(m):

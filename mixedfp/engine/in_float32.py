@@ -43,21 +43,21 @@ def _processor():
 
 # %% ../../nbs/engine/01_in_float32.ipynb #b1536198
 # All names of PyTorch's matrix products; other functions are element-wise and fast in 16 bits.
-_RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
-PRODUCTS = _RECURRENT | frozenset(
+PRODUCTS = frozenset(
     """linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner addmm addmv
     addbmm baddbmm chain_matmul linalg_multi_dot linalg_matmul matrix_power linalg_matrix_power
     matrix_exp linalg_matrix_exp einsum tensordot cdist conv1d conv2d conv3d avg_pool3d
     conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention
     multi_head_attention_forward lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split()
 )
+_RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 # not rounded under autocast: a GPU takes float32 or, from `dot` on, the widest dtype
 _IN_FLOAT = frozenset(
     """softmax log_softmax softmin gumbel_softmax sigmoid cdist avg_pool3d
     dot vdot inner bilinear tensordot""".split()
 )
 # CUDA's autocast also computes these in float32: results can exceed float16's range
-_IN_FLOAT_IN_FLOAT16 = _IN_FLOAT | frozenset(
+_IN_FLOAT_ON_CUDA = frozenset(
     """__pow__ __rpow__ __rdiv__ __rtruediv__ acos asin cosh cosine_embedding_loss
     cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 hinge_embedding_loss
     binary_cross_entropy_with_logits group_norm kl_div l1_loss layer_norm log log10 log1p log2
@@ -65,6 +65,7 @@ _IN_FLOAT_IN_FLOAT16 = _IN_FLOAT | frozenset(
     pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
     softplus sum tan triplet_margin_loss""".split()
 )
+_LOOKUPS = frozenset("embedding embedding_bag __getitem__".split())
 
 # %% ../../nbs/engine/01_in_float32.ipynb #f32mode1
 class InFloat32(TorchFunctionMode):
@@ -73,7 +74,7 @@ class InFloat32(TorchFunctionMode):
     Products of 16-bit matrices are computed in float32 and rounded, as in a GPU's matrix units.
     The casts are part of the graph, so a gradient outside float16's range is lost at the same
     point as on a GPU. Softmax is computed in float32, as is, in float16, every operator that CUDA's
-    autocast computes in float32. The gradients of a weight that is indexed by integers are summed
+    autocast computes in float32. The gradients of a table, a weight indexed by integers, are summed
     in float32. In gradient checkpointing, which recomputes outside of any mode, it does nothing.
     """
 
@@ -83,36 +84,42 @@ class InFloat32(TorchFunctionMode):
         products: bool = True,  # whether products are computed in float32
     ):
         super().__init__()
-        self.dtype, self.products = dtype, PRODUCTS if products else ()
-        self.in_float = _IN_FLOAT_IN_FLOAT16 if dtype == torch.float16 else _IN_FLOAT
+        self.dtype, is_fp16 = dtype, dtype == torch.float16
+        self.in_float = _IN_FLOAT | _IN_FLOAT_ON_CUDA if is_fp16 else _IN_FLOAT
+        self.products = _RECURRENT | PRODUCTS if products else _RECURRENT
+        self.names = self.products | self.in_float | _LOOKUPS
+        self.widens = products or is_fp16 or not private.bf16_units()[0]  # recurrent layers
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, in float32 if the mode covers it."""
         name, inputs = getattr(func, "__name__", ""), (args, kwargs or {})
-        is_product = name in self.products
         # `out=` and products in an exported program stay native
         if (
-            not (is_product or name in self.in_float or name == "__getitem__")
+            name not in self.names
             or inputs[1].get("out") is not None
-            or (is_product and name not in _RECURRENT and is_exporting())
+            or (name in PRODUCTS and is_exporting())
             or _is_checkpointed()
         ):
             return func(*inputs[0], **inputs[1])
-        if name == "__getitem__" and self._is_lookup(inputs):
-            return cast_floats(func(*to_float(args)), self.dtype)
         is_autocast = torch.is_autocast_enabled("cpu")
+        if name in _LOOKUPS and self._is_lookup(inputs):
+            return cast_floats(_call(func, to_float(inputs)), self.dtype)
         if is_autocast and name in self.in_float:
             return _call(func, to_float(inputs))
         floats = {t.dtype for t in tensors_in(inputs) if t.is_floating_point()}
-        if is_product and floats <= (_NARROW if is_autocast else {self.dtype}):
-            call = _call_recurrent if name in _RECURRENT else _call
-            inputs = to_float(cast_floats(inputs, self.dtype))
-            return cast_floats(call(func, inputs), self.dtype)
+        if name in self.products and floats <= (_NARROW if is_autocast else {self.dtype}):
+            inputs = cast_floats(inputs, self.dtype)
+            if name in _RECURRENT:
+                return cast_floats(_call_recurrent(func, inputs, self.widens), self.dtype)
+            return cast_floats(_call(func, to_float(inputs)), self.dtype)
         return func(*inputs[0], **inputs[1])  # PyTorch may raise
 
     def _is_lookup(self, inputs):
         "Return whether the copy of a trained weight is read by integers; a sum in 16 bits stops."
         if is_compiling() or not torch.is_grad_enabled():  # compiled code cannot tell a copy
+            return False
+        args, kwargs = inputs
+        if kwargs.get("max_norm", (*args, *[None] * 4)[3]):  # written into the copy itself
             return False
         found = tensors_in(inputs)
         is_read = any(t.dtype in (torch.int32, torch.int64) for t in found)
@@ -127,7 +134,9 @@ def _call(func, inputs):
         return func(*inputs[0], **inputs[1])
 
 
-_call_recurrent = private.outside_of_dynamo(_call)  # Dynamo would unroll recurrent layers
+@private.outside_of_dynamo  # Dynamo would unroll recurrent layers
+def _call_recurrent(func, inputs, widens):
+    return _call(func, to_float(inputs)) if widens else func(*inputs[0], **inputs[1])
 
 
 def _is_checkpointed():
