@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, turns of the ways, tables, the file, two training loops."""
+"""Shared by the benchmarks: options, turns of the ways, tables, the file, two training loops."""
 
 import argparse
 import json
