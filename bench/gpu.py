@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import geometric_mean, mean, median, pstdev
+from statistics import geometric_mean, mean, median, stdev
 
 import torch
 from common import FLAT, HALF, InALearner, Loop, about, in_turn, seconds, table, write
@@ -391,7 +391,10 @@ def show(found: dict) -> None:
         losses: dict[str, list] = {}
         for r in stages["curves"]:
             losses.setdefault(r["way"], []).append(r["last"])
-        lines = [dict(way=k, last=mean(v), deviation=pstdev(v)) for k, v in losses.items()]
+        lines = [
+            dict(way=k, last=mean(v), deviation=stdev(v) if v[1:] else "")
+            for k, v in losses.items()
+        ]
         table(lines, "way last:.4f deviation:.4f")
     for name, reason in found["broken_off"].items():
         print(f"\ninterrupted: {name}: {reason}")
