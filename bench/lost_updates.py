@@ -28,9 +28,7 @@ class LostUpdates(Callback):
 
     def before_fit(self):
         """Find the weights that the optimizer steps."""
-        masters = getattr(self.learn, "mp_cb", None)
-        params = self.model.parameters()
-        self.weights = masters.master_params[0] if masters else [p for p in params if p.ndim > 1]
+        self.weights = [p for p in self.model.parameters() if p.ndim > 1]
         self.losses, self.shares, self.start = [], [], self.copy()
 
     def copy(self):

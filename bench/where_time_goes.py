@@ -80,7 +80,7 @@ def main() -> None:
     """Measure, print, and write."""
     args, added = options(__doc__, models=list(MODELS), seconds=2.0), added_by_profiler()
     rows = [measure(m, way, args.seconds, added) for m in args.models for way in WAYS]
-    table(rows, "model way:20 ms:.1f kernels_%:.1f ours_%:.1f fastai_%:.1f torch_%:.1f ours_us:.0f")
+    table(rows, "model way ms:.1f kernels_%:.1f ours_%:.1f fastai_%:.1f torch_%:.1f ours_us:.0f")
     write(args.out, about() | {"rows": rows})
 
 

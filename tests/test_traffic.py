@@ -118,8 +118,8 @@ def test_with_a_fused_optimizer_no_step_waits(dtype, kind, flat):
 
 SETTINGS = {
     "to_bf16": {},
-    "and 16-bit gradients": traffic.SMALL,
-    "and 16-bit states": traffic.SMALL | traffic.STATES,
+    "and 16-bit gradients": traffic.HALF,
+    "and 16-bit states": traffic.HALF | traffic.STATES,
 }
 
 
