@@ -1,8 +1,8 @@
 """Looks for phrases that read as translated, and for sentences without a subject.
 
 The callback, autograd, the optimizer or a loop acts, and is named. Pages, code and guides are
-read; tests are not. `PLAIN` has the phrases that were found so far, and what to write; `PROSE` those
-that code may use. Pages for users say "bit for bit" eight times at most.
+read; tests are not. `PLAIN` has the phrases that were found so far, and what to write; `PROSE`
+those that code may use. Pages for users contain "bit for bit" eight times at most.
 """
 
 import re
