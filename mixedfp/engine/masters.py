@@ -113,18 +113,20 @@ class BufferSnapshot:
         for m in found:
             found += filter(None, m._modules.values())
             for k, b in m._buffers.items():
-                known = self.kept.get((m, k), (None, None, None))
+                was, _, saved = known = self.kept.get((m, k), (None, None, None))
                 if b is None:
                     known = None, None, None
-                elif b is not known[0] or self._may_have_changed(m, *known):
-                    known = b, b._version, torch.empty_like(b)
-                    pairs[b.device, b.dtype][known[2]] = b
+                elif b is not was or self._may_have_changed(m, *known):
+                    if b is not was or (b.shape, b.dtype) != (saved.shape, saved.dtype):
+                        saved = torch.empty_like(b)
+                    known = b, b._version, saved
+                    pairs[b.device, b.dtype][saved] = b
                 kept[m, k] = known
         for group in pairs.values():
             torch._foreach_copy_([*group], [*group.values()])
         self.kept = kept
 
-    def _may_have_changed(self, m, b, version, copy):
+    def _may_have_changed(self, m, b, version, saved):
         if m not in self.has_statistics:  # their kernels raise no version
             self.has_statistics[m] = isinstance(m, NORMS) or uses(m, _KERNELS)
         return self.has_statistics[m] or b._version != version
@@ -145,7 +147,8 @@ class BufferSnapshot:
         for (m, k), (b, version, saved) in kept.items():
             now: Any = m._buffers.get(k)
             if b is not None and now is not None and now.device != b.device:  # the model was moved
-                b, version = b.to(now.device), None
+                is_alike = (now.shape, now.dtype) == (b.shape, b.dtype)
+                b, version = now if is_alike else b.to(now.device), None
             if b is not None and self._may_have_changed(m, b, version, saved):
                 for tensors, t in zip(pairs[b.device, b.dtype], (b, saved), strict=True):
                     tensors.append(t)
