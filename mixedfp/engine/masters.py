@@ -124,7 +124,7 @@ class BufferSnapshot:
             torch._foreach_copy_([*group], [*group.values()])
         self.kept = kept
 
-    def _may_have_changed(self, m, b, version, copy):
+    def _may_have_changed(self, m, b, version, saved):
         if m not in self.has_statistics:  # their kernels raise no version
             self.has_statistics[m] = isinstance(m, NORMS) or uses(m, _KERNELS)
         return self.has_statistics[m] or b._version != version
@@ -142,12 +142,12 @@ class BufferSnapshot:
                 return
             flag = None
         pairs = defaultdict(lambda: ([], []))
-        for (m, k), (b, version, copy) in kept.items():
+        for (m, k), (b, version, saved) in kept.items():
             now: Any = m._buffers.get(k)
             if b is not None and now is not None and now.device != b.device:  # the model was moved
                 b, version = b.to(now.device), None
-            if b is not None and self._may_have_changed(m, b, version, copy):
-                for tensors, t in zip(pairs[b.device, b.dtype], (b, copy), strict=True):
+            if b is not None and self._may_have_changed(m, b, version, saved):
+                for tensors, t in zip(pairs[b.device, b.dtype], (b, saved), strict=True):
                     tensors.append(t)
             m._buffers[k] = b
         for now, before in pairs.values():
