@@ -11,7 +11,7 @@ import functools
 import sys
 from collections import defaultdict
 from itertools import chain, groupby
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -138,11 +138,6 @@ class Chunk:
         torch._foreach_copy_([whole[at] for *_, at in self.sources], parts)
         return whole
 
-    def load(self, grad: Tensor) -> None:  # as `param`
-        "Take the gradient, and widen 16-bit states."
-        self.param.grad = grad
-        self.state |= {k: v.float() for k, v in self.views.items() if v.itemsize == 2}
-
     def store(self, state: dict, n_steps: int) -> None:
         "Store the new states; rounding depends on step and chunk only: a resumed run repeats it."
         for k, view in self.views.items():
@@ -180,9 +175,7 @@ class Run:
         return [self.params[0].grad.as_strided((self.n,), (1,))]
 
     def is_current(self) -> bool:
-        "Return whether the gradients still are neighbours, if they are not gathered."
-        if self.is_gathered:
-            return True
+        "Return whether the gradients still are neighbours."
         starts = list(map(Tensor.data_ptr, map(_grad, self.params)))
         return starts == [starts[0] + d for d in self.deltas]
 
@@ -225,7 +218,7 @@ SMALL = 2**16  # numbers: it takes less time to gather small gradients than to s
 
 def _forms(grads):
     "Return what a plan assumes of gradients."
-    dense = list(filter(_is_dense, grads))
+    dense = [g for g in grads if g is not None and g.layout is torch.strided]
     kinds = [g is None or g.layout for g in grads]
     each = Tensor.stride, Tensor.storage_offset, attrgetter("dtype")
     return kinds, *(list(map(f, dense)) for f in each)
@@ -284,12 +277,16 @@ class ChunkLoop:
                 if inv_scale is not None:
                     parts = torch._foreach_mul(parts, inv_scale)
                 for chunk, grad in zip(chunks, parts, strict=True):
-                    chunk.load(grad)
+                    chunk.param.grad = grad
+                    wide = {k: v.float() for k, v in chunk.views.items() if v.itemsize == 2}
+                    chunk.state.update(wide)
                 states = {c.param: c.state for c in chunks}
+                n_known = list(map(len, states.values()))
                 states = self.shadow.step(chunks[0].run.group, states)
-                for chunk in chunks:
-                    self._add_states(chunk, states[chunk.param])
-                    chunk.store(states[chunk.param], self.n_steps)
+                for chunk, n in zip(chunks, n_known, strict=True):
+                    if len(state := states[chunk.param]) != n:
+                        self._add_states(chunk, state)
+                    chunk.store(state, self.n_steps)
             self._share_states()
         finally:
             torch.autograd.graph.increment_version(self.stepped)
@@ -312,7 +309,7 @@ class ChunkLoop:
             and len(now) == len(self.seen)
             and all(map(is_, now, self.seen))
             and all(v.is_current() for v in vectors)
-            and all(run.is_current() for run in self.runs)
+            and all(run.is_current() for run in self.runs if not run.is_gathered)
         )
         if not is_current:
             lay_out(self.masters, self.core)
@@ -320,6 +317,7 @@ class ChunkLoop:
             self.seen, self.forms = self._objects(), forms
 
     def _objects(self):
+        "Return what a plan is made for, to be compared by identity."
         params = chain(*param_lists(self.core))
         return [*params, *self.core.state.values(), *self.masters.vectors]
 
@@ -392,7 +390,7 @@ class ChunkLoop:
             run.numbers = numbers
 
     def _step_loose(self, inv_scale):
-        for group, ps in enumerate(self.loose):
+        for group, ps in filter(itemgetter(1), enumerate(self.loose)):
             for p in ps:
                 p.grad = p.grad.to(torch.promote_types(p.grad.dtype, torch.float32))
                 if inv_scale is not None:
