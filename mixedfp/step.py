@@ -90,7 +90,7 @@ class MasterStep:
                     f"{type(self.core).__name__} is stepped one parameter at a time"
                 )
         if policy.flat_master:
-            lay_out(self.masters, param_lists(self.core))
+            lay_out(self.masters, self.core)
         return ChunkLoop(self.core, self.masters) if takes_chunks else None
 
     def _takes_chunks(self, policy):

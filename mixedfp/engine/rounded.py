@@ -33,7 +33,7 @@ class Layout(NamedTuple):
         "Return the layout of neighbours in a vector of `engine.flat`."
         first, last = vector.offsets[params[0]], vector.offsets[params[-1]]
         n = last - first + params[-1].numel()
-        places = [(vector.like[p][1], vector.offsets[p] - first) for p in params]
+        places = [(p.stride(), vector.offsets[p] - first) for p in params]
         return cls(n, n != sum(p.numel() for p in params), places)
 
     def places_for(self, grads: Any) -> list[Tensor]:  # without None
