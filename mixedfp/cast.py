@@ -91,7 +91,8 @@ class WrappedForward:
         while isinstance(own, WrappedForward):
             others += [own] * (not isinstance(own, cls))
             own = own.own
-        if own is not None and getattr(own, "__func__", None) is not type(module).forward:
+        function = getattr(own, "__func__", None)
+        if own is not None and (function is None or function is not type(module).forward):
             module.forward = own
         for wrapper in reversed(others):
             wrapper.own = wrapper.__wrapped__ = module.forward
