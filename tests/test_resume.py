@@ -157,7 +157,7 @@ class Uses(Callback):
 
 CASES = {  # settings of `start`; `fit` and `cbs` of `run`
     **{name: dict(precision=name) for name in PRECISIONS},
-    "flat_cos": dict(fit=flat_cos),
+    "flat_cos": dict(fit=flat_cos, cbs=lambda: [MixUp()]),
     "reset_opt": dict(fit=partial(one_cycle, reset_opt=True)),
     "ranger": dict(opt="ranger"),
     "torch_adamw": dict(opt="torch_adamw"),
@@ -168,7 +168,6 @@ CASES = {  # settings of `start`; `fit` and `cbs` of `run`
     "layer scales": dict(layer_scales={"4": 8.0}),
     "language model": dict(model=language_model, dls=text_dls),
     "accumulation": dict(fit=steady, cbs=lambda: [GradientAccumulation(20), GradientClip(0.1)]),
-    "mixup": dict(cbs=lambda: [MixUp()]),
     "random": dict(cbs=lambda: [Uses()]),
     "the best": dict(cbs=lambda: [SaveModelCallback(fname="best", with_opt=True)]),
     "plateau": dict(fit=steady, cbs=lambda: [ReduceLROnPlateau(min_delta=10, factor=2)]),
@@ -486,7 +485,7 @@ def _put(key, value):
         part[last] = value
         return state
 
-    return partial(_state, change), {}, "is not of the kind"
+    return partial(_state, change), {}, "or not by Checkpoint"
 
 
 REFUSED = {  # how the file is made, settings of the learner, the message
@@ -499,9 +498,9 @@ REFUSED = {  # how the file is made, settings of the learner, the message
         "is damaged",
     ),
     "of learn.save": (_learn_save, {}, "learn.load reads the files of learn.save"),
-    "code": (partial(_state, lambda s, p: s | {"x": Runs(str(p / "made"))}), {}, "more than data"),
-    "something else": (partial(_state, lambda s, p: {}), {}, "is not of the kind"),
-    "another model": (_same, dict(model=Now), "of another model or optimizer: "),
+    "code": (partial(_state, lambda s, p: s | {"x": Runs(str(p / "made"))}), {}, "Python objects"),
+    "something else": (partial(_state, lambda s, p: {}), {}, "or not by Checkpoint"),
+    "another model": (_same, dict(model=Now), "saved with a different model or optimizer"),
     "another optimizer": (_same, dict(opt="torch_adamw"), "number of parameters differ"),
     "not a dict": _put("opt", 3),
     "no progress": _put("opt/checkpoint", None),
@@ -518,7 +517,7 @@ REFUSED = {  # how the file is made, settings of the learner, the message
     "a scale": _put("opt/loss_scale", {"scale": -1.0}),
     "a gradient scale": _put("opt/checkpoint/grad_scale", float("nan")),
     "counts": _put("opt/checkpoint/callbacks", [3]),
-    "other groups": (_same, dict(split=three_groups), "optimizer: group"),
+    "other groups": (_same, dict(split=three_groups), "group 1, group 2 differ"),
 }
 
 
