@@ -46,7 +46,7 @@ class Checkpoint(Callback):
             raise ValueError(f"`fname` is {fname!r}: expected a file name, such as 'run'")
         self.fname = fname
         self.fits: list = []  # from the file: the epochs of each fit, and those that are finished
-        self.to_skip: list = []  # those of this fit and later ones
+        self.to_skip: list = []  # the same, of this fit and later ones
         self.begun: int | None = None  # the last epoch of this fit; None: a validation
 
     def before_fit(self) -> None:
@@ -61,18 +61,17 @@ class Checkpoint(Callback):
             )
         if not rank_distrib():
             draft(self._path(self.learn)).unlink()
-        self.begun, self.to_skip = None, self.fits[len(self._finished(self.learn)) :]
+        to_skip = self.fits[len(self._finished(self.learn)) :]
+        self.begun, self.to_skip = None, to_skip or [[vars(self.learn).get("n_epoch"), 0]]
         for cb in self.learn.cbs if self.fits else []:
             if isinstance(cb, SkipToEpoch):  # `start_epoch`, one for all fits of `fine_tune`
                 cb._skip_to = 0
-        for cb in self._counting() if self.to_skip else []:
+        for cb in self._counting() if to_skip else []:
             cb.run = False
 
     def before_train(self) -> None:
         "Skip an epoch that is finished. Raises: MixedPrecisionError if this is another fit."
         self.begun = self.epoch
-        if not self.to_skip:
-            return
         n_fit, path = len(self._finished(self.learn)) + 1, self._path(self.learn)
         n_epoch, n_done = self.to_skip[0]
         if n_epoch != self.n_epoch:
@@ -81,15 +80,14 @@ class Checkpoint(Callback):
                 f"{self.n_epoch}: make the same fits in the same order, and new ones after them; "
                 "or use another file name"
             )
-        if len(self.to_skip) > 1:
-            warn_once(f"fit {n_fit} is skipped: the run in `{path}` has finished it")
         if self.epoch < n_done:
+            warn_once(f"{n_done} epochs of fit {n_fit} are skipped: they are in `{path}`")
             self.learn("after_train")  # other callbacks may undo their `before_train`
             raise CancelEpochException
 
     def after_epoch(self) -> None:
         "Write the checkpoint; after the last skipped epoch, restore all states."
-        n_done = self.to_skip[0][1] if self.to_skip else 0
+        n_done = self.to_skip[0][1]
         if self.begun == self.epoch >= n_done:
             self._write()
         elif self.begun == self.epoch == n_done - 1 and len(self.to_skip) == 1:

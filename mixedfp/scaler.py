@@ -31,7 +31,7 @@ from mixedfp.nested import (
     map_tensors,
     warn_once,
 )
-from .sharded import agree, is_sharded, local_parts
+from .sharded import agree, is_sharded
 
 # %% ../nbs/06_scaler.ipynb #4fdc70b9
 def _groups(optimizer):
@@ -154,8 +154,10 @@ _form = attrgetter("__class__", "layout", "device", "dtype")
 
 
 def _for_kernel(grad):
-    if is_sharded(grad):
-        return [g for part in local_parts(grad) for g in _for_kernel(part)]
+    if is_sharded(grad):  # this process's part; a pending sum may overflow if no term does
+        is_partial = any(place.is_partial() for place in grad.placements)
+        parts = [grad.to_local(), *([grad.full_tensor()] if is_partial else [])]
+        return [g for part in parts for g in _for_kernel(part)]
     grad = grad.coalesce().values() if grad.is_sparse else grad
     return [torch.view_as_real(grad) if grad.is_complex() else grad]
 
