@@ -15,7 +15,6 @@ from fastai.basics import Callback, DataLoaders
 from fastai.callback.mixup import MixUp
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
-from fastai.learner import load_model
 from fastai.text.data import LMDataLoader, LMTensorText
 from tiny import Do, dropout_net, images, make_dls, make_learner, one_group, plain, three_groups
 from torch import nn
@@ -238,59 +237,30 @@ def dies_in_its_second_epoch():
     return Do("before_batch", kill, order=90)
 
 
-def fine_tune(learn, checkpoint, cbs):
-    learn.fine_tune(2, 0.02, freeze_epochs=1, start_epoch=checkpoint.resume(learn), cbs=cbs)
-
-
-def one_fit_after_another(learn, checkpoint, cbs):
-    """What is between the fits does not count."""
-    start = checkpoint.resume(learn)
-    one_cycle(learn, 2, start_epoch=start, cbs=cbs)
-    learn.validate(), learn.get_preds()
-    learn.lr_find(num_it=4, show_plot=False, suggest_funcs=None)
-    torch.manual_seed(0), random.random()
-    steady(learn, 2, start_epoch=start, cbs=cbs)
-
-
-def resumed_before_each(learn, checkpoint, cbs):
-    """By objects of one name, on one Learner."""
+def several_fits(path, *cbs):
+    """Fit by two objects of one name; what is between the fits does not count."""
+    learn = start(path, split=three_groups)
     for checkpoint in (Checkpoint("run"), Checkpoint("run")):
-        cbs = [checkpoint, *cbs[1:]]
-        steady(learn, 2, start_epoch=checkpoint.resume(learn), cbs=cbs)
-
-
-def fine_tuned_twice(learn, checkpoint, cbs):
-    for _ in range(2):
-        fine_tune(learn, checkpoint, cbs)
-
-
-def with_another_before(learn, checkpoint, cbs):
-    """A fit without the callback, between `resume` and the fit."""
-    start = checkpoint.resume(learn)
-    steady(learn, 1)
-    learn.fit_sgdr(2, 1, 0.02, start_epoch=start, cbs=cbs)
-
-
-SEVERAL = {fine_tune: 3, one_fit_after_another: 4, resumed_before_each: 4, fine_tuned_twice: 6,
-           with_another_before: 3}  # fmt: skip
+        done = checkpoint.resume(learn)
+        learn.fine_tune(1, 0.02, freeze_epochs=1, start_epoch=done, cbs=[checkpoint, *cbs])
+        learn.validate(), learn.get_preds()
+        learn.lr_find(num_it=4, show_plot=False, suggest_funcs=None)
+        torch.manual_seed(0), random.random()
+    done = checkpoint.resume(learn)
+    steady(learn, 1)  # without the callback
+    learn.fit_sgdr(2, 1, 0.02, start_epoch=done, cbs=[checkpoint, *cbs])
+    return learn
 
 
 @pytest.mark.parametrize("cbs", [list, lambda: [MixUp()]], ids=["plain", "mixup"])
-@pytest.mark.parametrize("fits", SEVERAL, ids=lambda f: f.__name__)
-def test_no_epoch_of_several_fits_is_lost(fits, cbs, tmp_path):
+def test_no_epoch_of_several_fits_is_lost(cbs, tmp_path):
     """Each start trains one epoch more; the last one ends as an unbroken run."""
-
-    def script(name, *more):
-        learn, checkpoint = start(tmp_path / name, split=three_groups), Checkpoint("run")
-        fits(learn, checkpoint, [checkpoint, *cbs(), *more])
-        return learn
-
-    whole, n_starts, learn = ends(script("whole")), 0, None
+    whole, n_starts, learn = ends(several_fits(tmp_path / "whole", *cbs())), 0, None
     while learn is None:
         n_starts += 1
         with suppress(Killed):
-            learn = script("run", dies_in_its_second_epoch())
-    assert n_starts == SEVERAL[fits]
+            learn = several_fits(tmp_path / "run", *cbs(), dies_in_its_second_epoch())
+    assert n_starts == 7
     assert_same(ends(learn), whole)
 
 
@@ -319,50 +289,15 @@ def after_two(tmp_path_factory):
     return folder / "models/run.pth"
 
 
-@pytest.mark.parametrize("part", ["python", "numpy", "torch", "dl 0"])
-def test_each_random_state_matters(part, tmp_path):
-    """The control: with another one the run ends in other bits."""
-    run(whole := start(tmp_path / "whole"), cbs=[Uses()])
-    expected, file = ends(whole)["weights"], tmp_path / "models/run.pth"
-    killed_run(tmp_path, cbs=[Uses()])
-    state, learn = load_checkpoint(file), start(tmp_path)
-    random.random(), np.random.rand(), torch.rand(1), list(learn.dls.train)
-    state["opt"]["checkpoint"]["ranks"][0]["random"][part] = random_states(learn.dls)[part]
-    save_checkpoint(state, file)
-    with pytest.raises(AssertionError):
-        assert_same(ends(run(start(tmp_path), cbs=[Uses()]))["weights"], expected)
-
-
-@pytest.mark.parametrize("precision", [None, *PRECISIONS])
-def test_learn_load_and_plain_fastai_read_it(precision, after_two, tmp_path):
-    """Weights in 32 bits, state per parameter, for a learner in any precision or without any."""
+def test_plain_fastai_reads_it(after_two, tmp_path):
+    """Weights in 32 bits and a state per parameter, in the file of a flat float16 Learner."""
     state = torch.load(after_two, weights_only=True)
     assert {v.dtype for v in state["model"].values()} == {torch.float32, torch.int64}
-    learn = start(tmp_path, precision or "fp32")
-    if precision is None:
-        learn.create_opt()
-        load_model(after_two, learn.model, learn.opt)
-    else:
-        learn.load(after_two.with_suffix(""))
+    learn = start(tmp_path, "fp32")
+    learn.load(after_two.with_suffix(""))
     assert_same(dict(learn.model.state_dict()), dict(state["model"]))
-    opt = as_python(plain(learn.opt.state_dict()))
-    assert_same(opt["state"], state["opt"]["state"])
-    assert_same(opt["hypers"], state["opt"]["hypers"])
+    assert_same(as_python(plain(learn.opt.state_dict()))["state"], state["opt"]["state"])
     one_cycle(learn, 1)
-
-
-def test_a_full_disk_leaves_the_last_file_and_no_part(tmp_path):
-    resource = pytest.importorskip("resource")  # a limit on the size of files stands for the disk
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    save_checkpoint({"epoch": 1}, tmp_path / "s.pth")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))
-    try:
-        with pytest.raises((OSError, RuntimeError)):
-            save_checkpoint({"epoch": 2, "big": torch.ones(10**5)}, tmp_path / "s.pth")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [p.name for p in tmp_path.iterdir()] == ["s.pth"]
-    assert load_checkpoint(tmp_path / "s.pth") == {"epoch": 1}
 
 
 def test_every_byte_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
@@ -490,13 +425,7 @@ def _put(key, value):
 
 REFUSED = {  # how the file is made, settings of the learner, the message
     "empty": (partial(_changed, lambda d: b""), {}, "is damaged"),
-    "half": (partial(_changed, lambda d: d[: len(d) // 2]), {}, "is damaged"),
     "cut": (partial(_changed, lambda d: d[:-1]), {}, "is damaged"),
-    "a bit": (
-        partial(_changed, lambda d: d.replace(b"train_iter", b"train_itex", 1)),
-        {},
-        "is damaged",
-    ),
     "of learn.save": (_learn_save, {}, "learn.load reads the files of learn.save"),
     "code": (partial(_state, lambda s, p: s | {"x": Runs(str(p / "made"))}), {}, "Python objects"),
     "something else": (partial(_state, lambda s, p: {}), {}, "or not by Checkpoint"),
