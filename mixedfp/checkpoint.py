@@ -55,19 +55,15 @@ class Checkpoint(Callback):
         if not self.run:
             return
         if has_shards(self.model):
-            raise MixedPrecisionError(
-                "Checkpoint cannot write models sharded over processes: inside fsdp_ctx use "
-                "SaveModelCallback(every_epoch=True, with_opt=True)"
-            )
+            use = "SaveModelCallback(every_epoch=True, with_opt=True)"
+            raise MixedPrecisionError(f"Checkpoint cannot write sharded models: use {use}")
         if not rank_distrib():
             draft(self._path(self.learn)).unlink()
         to_skip = self.fits[len(self._finished(self.learn)) :]
         self.begun, self.to_skip = None, to_skip or [[vars(self.learn).get("n_epoch"), 0]]
         for cb in self.learn.cbs if self.fits else []:
-            if isinstance(cb, SkipToEpoch):  # `start_epoch`, one for all fits of `fine_tune`
-                cb._skip_to = 0
-        for cb in self._counting() if to_skip else []:
-            cb.run = False
+            if to_skip and isinstance(cb, _COUNTING) or isinstance(cb, SkipToEpoch):
+                cb.run = False  # `before_train` skips, in place of `start_epoch`
 
     def before_train(self) -> None:
         "Skip an epoch that is finished. Raises: MixedPrecisionError if this is another fit."
@@ -108,18 +104,11 @@ class Checkpoint(Callback):
         not written by `Checkpoint`; nothing is loaded then.
         """
         self.fits = []
-        if not self._path(learn).exists():
-            return 0
-        if learn.opt is None:
-            learn.create_opt()
-        state = self._read(learn)
-        fits = state["opt"][_KEY]["fits"]
-        to_skip = fits[len(self._finished(learn)) :]
-        if not to_skip:  # the file is from this Learner, whose next fit is a new one
-            return 0
-        self.fits = fits
-        _load(learn, state)
-        return to_skip[0][1]
+        if self._path(learn).exists():
+            if learn.opt is None:
+                learn.create_opt()
+            self.fits = self._load(learn)["fits"]
+        return next((n_done for _, n_done in self.fits[len(self._finished(learn)) :]), 0)
 
     def _path(self, learn):
         return join_path_file(self.fname, learn.path / learn.model_dir, ext=".pth")
@@ -135,8 +124,8 @@ class Checkpoint(Callback):
         is_shared = isinstance(self.model, DistributedDataParallel)
         return distributed.get_world_size(self.model.process_group) if is_shared else 1
 
-    def _read(self, learn):
-        "Return the state in the file, after a check of all that will be loaded from it."
+    def _load(self, learn):
+        "Load model and optimizer, after a check of the whole file; return the rest of it."
         path = self._path(learn)
         state = load_checkpoint(path, getattr(learn.dls, "device", None) or "cpu")
         try:
@@ -145,7 +134,11 @@ class Checkpoint(Callback):
             raise MixedPrecisionError(
                 f"`{path}` was saved with a different model or optimizer, or not by Checkpoint: {e}"
             ) from e
-        return state
+        saved = state["opt"][_KEY]
+        if len(saved["fits"]) > len(self._finished(learn)):  # else the next fit is a new one
+            learn.opt.load_state_dict(state["opt"])
+            get_model(learn.model).load_state_dict(state["model"])
+        return saved
 
     def _write(self):
         "Write the checkpoint. Sync: all processes send their part to the first."
@@ -175,10 +168,8 @@ class Checkpoint(Callback):
 
     def _restore(self):
         "Restore the file's state again, because the script may have changed it."
-        state = self._read(self.learn)
-        _load(self.learn, state)
-        saved, ranks = state["opt"][_KEY], state["opt"][_KEY]["ranks"]
-        self.learn.train_iter = saved["train_iter"]
+        saved = self._load(self.learn)
+        ranks, self.learn.train_iter = saved["ranks"], saved["train_iter"]
         if len(ranks) != self._n_processes():
             warn_once(f"the checkpoint is from {len(ranks)} process(es), this run has another "
                       "number: the batches differ from those of an uninterrupted run")
@@ -203,11 +194,6 @@ _COUNTING = TrackerCallback, GradientAccumulation
 _COUNTS = "best", "wait", "count"  # of those callbacks
 
 
-def _load(learn, state):
-    learn.opt.load_state_dict(state["opt"])
-    get_model(learn.model).load_state_dict(state["model"])
-
-
 def _layout(model, opt):
     "Return the shapes of tensors and the groups of parameters."
     found = {k: getattr(v, "shape", None) for k, v in model.items()}
@@ -223,7 +209,8 @@ def _check(learn, state):
     there = _layout(state["model"], opt) | {"format": saved["format"]}
     if other := [k for k in here | there if here.get(k, "") != there.get(k, "")]:
         raise ValueError(f"{', '.join(other[:3])} differ")
-    for s in opt["state"].values() if isinstance(opt["state"], dict) else opt["state"]:
+    states = opt["state"].values() if isinstance(opt["state"], dict) else opt["state"]
+    for s in [*states, *(counts for _, counts in saved["callbacks"])]:
         dict(s)
     if opt.get("loss_scale"):
         mixed = _scaling(learn)
@@ -233,8 +220,6 @@ def _check(learn, state):
     for n_epoch, n_done in fits:
         for count in (n_epoch, n_done, saved["train_iter"]):
             check_steps("count", count)
-    for _, counts in saved["callbacks"]:
-        dict(counts)
     params, now = dict(model.named_parameters()), random_states(learn.dls)
     for rank in saved["ranks"] or [{}]:
         if other := [k for k, g in rank["grads"].items() if g.shape != params[k].shape]:

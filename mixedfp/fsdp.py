@@ -35,9 +35,7 @@ class SharedData(Callback):
     def before_fit(self) -> None:
         "Refuse a learning rate search, which each process would end at its own loss."
         if "lr_finder" in vars(self.learn):
-            raise MixedPrecisionError(
-                "lr_find would hang in fsdp_ctx: find the rate in one process, with a smaller model"
-            )
+            raise MixedPrecisionError("lr_find would hang in fsdp_ctx: search in one process")
 
     def before_train(self) -> None:
         "Wrap the current loader."
@@ -134,8 +132,6 @@ def fsdp_ctx(
         raise MixedPrecisionError(
             "fsdp_ctx needs several processes: start the script with torchrun"
         )
-    import fastai.distributed  # noqa: F401, needs accelerate
-
     if not has_shards(cast(nn.Module, self.model)):
         _shard(self, shard, mesh)
     self.save, self.load = partial(_save, self), partial(_load, self)
@@ -169,8 +165,7 @@ def _shard(learn, shard, mesh):
         kinds = ", ".join(sorted({type(m).__name__ for m in modules}))
         raise ValueError(f"`shard` matches no module of {type(model).__name__}, whose modules are "
                          f"of {kinds}: pass the type of its blocks, or a function of a module")
-    if mesh is None:  # also joins the processes
-        mesh = init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))
+    mesh = mesh or init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))  # joins the processes
     learn.opt = None  # created in the next fit, over the shards
     if cb is not None:
         cb.mixed.detach()

@@ -35,9 +35,7 @@ def check_dtype(
     dtype: torch.dtype | str,  # float16, bfloat16 or float32; or a name such as "bf16" or "half"
 ) -> torch.dtype:
     "Return the dtype to train in. Raises: TypeError."
-    found = dtype
-    if isinstance(dtype, str):
-        found = _DTYPES.get(dtype) or getattr(torch, dtype, None)
+    found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in _DTYPES.values():
         raise TypeError(
             f"`dtype` is {dtype!r}: expected torch.float16, torch.bfloat16 or torch.float32, or "
@@ -85,11 +83,8 @@ def tensors_in(o: Any) -> list[Tensor]:
     return found
 
 
-def cast_floats(
-    o: Any,  # a tensor, or any nesting that `map_tensors` handles
-    dtype: torch.dtype,  # a floating-point dtype
-) -> Any:  # the same nesting and types
-    "Return `o` with floating-point tensors cast to `dtype`, and everything else unchanged."
+def cast_floats(o: Any, dtype: torch.dtype) -> Any:
+    "Return `o`, of the same nesting and types, with floating-point tensors cast to `dtype`."
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, o)
 
 # %% ../nbs/02_nested.ipynb #1fa9227d

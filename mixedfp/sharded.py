@@ -19,12 +19,8 @@ from .torch_private import NORMS, mp_policy
 # %% ../nbs/03_sharded.ipynb #306981bc
 def is_sharded(t: Any) -> bool:
     "Return whether `t` is a `torch.distributed.tensor.DTensor`, which several processes share."
-    return _is_a("torch.distributed.tensor", "DTensor", t)
-
-
-def _is_a(module, name, o):
-    found = sys.modules.get(module)  # if it is not imported, there are no such objects
-    return found is not None and isinstance(o, getattr(found, name))
+    found = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are none
+    return found is not None and isinstance(t, found.DTensor)
 
 # %% ../nbs/03_sharded.ipynb #b68674cd
 def agree(
@@ -43,8 +39,8 @@ def agree(
 # %% ../nbs/03_sharded.ipynb #5ha4d001
 def sharded_modules(model: nn.Module) -> dict[str, Any]:
     "Return the modules that `fully_shard` or `replicate` was called on, by name."
-    named = model.named_modules()
-    return {k: m for k, m in named if _is_a("torch.distributed.fsdp", "FSDPModule", m)}
+    name = "set_reshard_after_backward"  # a method of FSDP2
+    return {k: m for k, m in model.named_modules() if hasattr(type(m), name)}
 
 
 def has_shards(model: nn.Module) -> bool:
@@ -52,11 +48,8 @@ def has_shards(model: nn.Module) -> bool:
     return bool(sharded_modules(model)) or any(map(is_sharded, model.parameters()))
 
 # %% ../nbs/03_sharded.ipynb #5ha4d002
-def check_settings(
-    policy: Any,  # a `Policy`
-    layer_scales: Any = None,
-) -> None:
-    "Reject settings that need unsharded weights. Raises: MixedPrecisionError."
+def check_settings(policy: Any, layer_scales: Any = None) -> None:
+    "Reject a `Policy` that needs unsharded weights, or layer scales. Raises: MixedPrecisionError."
     names = "flat_master", "keep_fp32", "state_dtype", "half_grads"
     used = [name for name in names if getattr(policy, name)]
     if used := used + ["layer_scales"] * (layer_scales is not None):
@@ -66,11 +59,8 @@ def check_settings(
         )
 
 
-def check_shards(
-    model: nn.Module,  # with `DTensor`s
-    policy: Any,  # a `Policy`
-) -> None:
-    "Check the FSDP2 policies. Raises: MixedPrecisionError with the line to write."
+def check_shards(model: nn.Module, policy: Any) -> None:
+    "Check the FSDP2 policies for a `Policy`. Raises: MixedPrecisionError with the line to write."
     line = f"MixedPrecisionPolicy(param_dtype={policy.dtype}, reduce_dtype=torch.float32)"
     shards: dict[str, Any] = sharded_modules(model)
     for name, m in model.named_modules() if shards else ():
