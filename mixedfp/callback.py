@@ -20,7 +20,7 @@ from fastai.callback.core import Callback, CancelFitException, CancelStepExcepti
 from fastai.callback.fp16 import MixedPrecision as AutocastMixedPrecision
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner
-from fastai.torch_core import maybe_gather, no_random
+from fastai.torch_core import no_random
 from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import distributed, nn
@@ -138,7 +138,7 @@ class MixedPrecision(Callback):
         if self._is_searching() and self._has_other_ranks():
             raise MixedPrecisionError(
                 "lr_find would hang with several processes: each ends the search at its own loss. "
-                "Find the rate in one process, outside distrib_ctx, or inside fsdp_ctx"
+                "Find the rate in one process, outside distrib_ctx"
             )
         self._attach()
         self._last_loss = None
@@ -243,15 +243,14 @@ class MixedPrecision(Callback):
     def after_batch(self) -> None:
         "End a learning rate search at the first non-finite loss."
         if self.training and self._is_searching():
-            if not maybe_gather(self.loss.detach()).isfinite().all():  # across all processes
+            if not self.loss.detach().isfinite().all():
                 raise CancelFitException
 
     def _is_searching(self):
         return "lr_finder" in vars(self.learn)
 
     def _has_other_ranks(self):
-        is_shared = isinstance(self.model, DistributedDataParallel)
-        is_shared |= has_shards(self.model) and "save" not in vars(self.learn)  # see `fsdp_ctx`
+        is_shared = isinstance(self.model, DistributedDataParallel) or has_shards(self.model)
         if not (is_shared or "distributed_trainer" in vars(self.learn)):
             return False
         return distributed.is_initialized() and distributed.get_world_size() > 1
