@@ -25,13 +25,7 @@ from .torch_private import unwrapped
 class AutocastForward(WrappedForward):
     "Runs a module under `torch.autocast` until `remove`; outputs are float32."
 
-    def __init__(
-        self,
-        module: nn.Module,  # its `forward` is replaced
-        dtype: torch.dtype,  # of the computation
-    ):
-        super().__init__(module)
-        self.dtype = dtype
+    dtype: torch.dtype  # of the computation
 
     def __call__(self, *args, **kwargs) -> Any:
         """Return the outputs of the forward pass."""
@@ -102,9 +96,9 @@ class MixedPrecisionMixin:
                 f"`grad_scaler` is {self.grad_scaler!r}: expected the class LossScaler or a "
                 "subclass; its arguments are given as grad_scaler__init_scale=512."
             )
-        is_fp16 = self._policy().dtype == torch.float16
-        kwargs = {"enabled": is_fp16} | self.get_params_for("grad_scaler")
-        kwargs |= {} if self.amp_enabled else {"enabled": False}
+        is_scaled = self._policy().dtype == torch.float16
+        kwargs = {"enabled": is_scaled} | self.get_params_for("grad_scaler")
+        kwargs["enabled"] = kwargs["enabled"] if self.amp_enabled else False
         self.grad_scaler_ = self.grad_scaler(**kwargs)
         return self
 
@@ -113,7 +107,8 @@ class MixedPrecisionMixin:
         if self.amp_mode not in _MODES:
             raise ValueError(f"`amp_mode` is {self.amp_mode!r}: expected one of {_MODES}")
         is_on = check_flag("amp_enabled", self.amp_enabled) and self.amp_mode == "master"
-        return Policy(self.amp_dtype, **{k: getattr(self, k) for k in _OF_MASTERS if is_on})
+        settings = {k: getattr(self, k) for k in _OF_MASTERS if is_on}
+        return Policy(dtype=self.amp_dtype, **settings)  # pyright: ignore
 
     def _get_optimizers(self):
         found = [getattr(self, name + "_", None) for name in self._optimizers]
@@ -137,7 +132,7 @@ class MixedPrecisionMixin:
             return
         if self.amp_mode == "autocast":
             for m in parts.values():
-                AutocastForward(m, policy.dtype)
+                AutocastForward(m).dtype = policy.dtype
             policy = Policy(torch.float32)  # masters that cast nothing: they restore buffers
         if optimizers:  # a trimmed net has none
             model = next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
@@ -165,8 +160,7 @@ class MixedPrecisionMixin:
                 self.initialize_grad_scaler()
                 self._make_masters()
         except Exception:
-            vars(self).clear()
-            vars(self).update(before)
+            self.__dict__ = before
             self._make_masters()
             raise
         return super().set_params(**{k: v for k, v in kwargs.items() if k not in own})

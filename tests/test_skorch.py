@@ -281,10 +281,21 @@ class Two(Net):
         return self.second_(super().infer(x, **fit_params))
 
 
+class InTurn(Two):
+    """Steps both after one loss, without telling callbacks in between."""
+
+    def train_step(self, batch, **fit_params):
+        self._zero_grad_optimizer()
+        step = self.train_step_single(batch, **fit_params)
+        self.optimizer_.step(), self.second_opt_.step()
+        return step
+
+
+@pytest.mark.parametrize("cls", [Two, InTurn])
 @every_mode
-def test_two_modules_and_two_optimizers(mode):
+def test_two_modules_and_two_optimizers(mode, cls):
     clip = [GradientNormClipping(2.0**-4)]
-    mixed, plain = [make(m, Two, callbacks=clip).fit(*table()) for m in (mode, None)]
+    mixed, plain = [make(m, cls, callbacks=clip).fit(*table()) for m in (mode, None)]
     assert mixed.grad_scaler_.n_skipped == 0
     assert_near(mixed, plain)
     found, expected = mixed.second_.state_dict(), plain.second_.state_dict()

@@ -48,6 +48,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from mixedfp import masters_of, with_masters
+from mixedfp.cast import Policy
 from mixedfp.engine.rounded import Copies
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.scaler import LossScaler
@@ -659,33 +660,35 @@ def test_signatures_name_the_settings():
 def test_a_plugin_is_pickled_for_spawned_processes():
     plugin = pickle.loads(pickle.dumps(MastersPrecision("fp16", flat_master=True)))
     assert isinstance(plugin, lightning.pytorch.plugins.Precision)
-    assert plugin.setup.settings == dict(dtype=torch.float16, flat_master=True)
+    assert plugin.setup.policy == Policy(torch.float16, flat_master=True)
 
 
 # Fabric
 
 
 @EACH
-def test_fabric_steps_two_networks_with_an_optimizer_each(dtype):
-    """The penalty of a GAN: both in one loss, stepped in turn."""
+@pytest.mark.parametrize("clips", [False, True])
+def test_fabric_steps_two_networks_with_an_optimizer_each(dtype, clips):
+    """The penalty of a GAN: both in one loss; the second steps when the scale has been updated."""
     found = []
-    for plugins in ([], [MastersPrecision(dtype, scaler=LossScaler(init_scale=64.0))]):
-        fabric = Fabric(accelerator="cpu", plugins=plugins if dtype == "fp16" else plugins[:0])
-        if plugins and dtype != "fp16":
-            fabric = Fabric(accelerator="cpu", plugins=[MastersPrecision(dtype)])
+    scaler = LossScaler(init_scale=64.0)
+    for plugins in ([], [MastersPrecision(dtype, scaler=scaler)]):
+        fabric = Fabric(accelerator="cpu", plugins=plugins)
         torch.manual_seed(1)
         nets = [nn.Linear(5, 4), nn.Linear(4, 1)]
         pairs = [fabric.setup(net, SGD(net.parameters(), lr=0.1)) for net in nets]
         (first, _), (second, _) = pairs
         for x, _ in batches():
-            for _, opt in pairs:
-                fabric.backward(second(first(x)).square().mean())
+            fabric.backward(second(first(x)).square().mean())
+            for net, opt in pairs:
+                if clips:
+                    fabric.clip_gradients(net, opt, max_norm=0.5)
                 opt.step()
-                for _, o in pairs:
-                    o.zero_grad()
+                opt.zero_grad()
         found.append([p.detach().float() for net in nets for p in net.parameters()])
     tolerance = 0 if dtype == "fp32" else 0.01
     torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
+    assert scaler.n_steps == (16 if dtype == "fp16" else 0)
 
 
 # Accelerate
@@ -724,7 +727,7 @@ def test_accelerate_takes_a_model_that_is_compiled():
         accelerator.backward(cross_entropy(model(x), y))
         opt.step()
         opt.zero_grad()
-    assert accelerator.setup.logs(accelerator.models) == {"skipped_steps": 1}
+    assert accelerator.setup.logs(accelerator._models) == {"skipped_steps": 1}
 
 
 def test_an_average_beside_accelerate_is_of_float32_weights():
@@ -931,7 +934,7 @@ def test_conflicts_are_told(tmp_path, monkeypatch):
     refuses("own mixed precision is on, bf16: leave", make(bf16=True))
     refuses("bf16_full_eval=True would cast", make(bf16_full_eval=True))
     again = use_masters(use_masters(make(), "bf16"), "fp16")
-    assert again.accelerator.setup.settings == dict(dtype=torch.float16)
+    assert again.accelerator.setup.policy == Policy(torch.float16)
     refuses("'int8'", make(), "int8")
     refuses("flat_matser", make(), flat_matser=True)
     refuses("MastersPrecision", trainer_of([]))
