@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -92,10 +91,7 @@ class MastersPrecision:
         **kwargs: Any,  # settings of `with_masters`, such as `flat_master`
     ) -> Any:
         """Return a plugin for whichever of Lightning's packages are imported."""
-        names = [name for name in _PACKAGES if name in sys.modules]
-        names = names or [name for name in _PACKAGES if find_spec(name.split(".")[0])][:1]
-        if not names:
-            raise ImportError("MastersPrecision is a plugin of Lightning: pip install lightning")
+        names = [name for name in _PACKAGES if name in sys.modules] or _PACKAGES[:1]
         found = [importlib.import_module(f"{name}.plugins.precision.precision") for name in names]
         bases = [module.Precision for module in found]
         self: Any = object.__new__(type(cls.__name__, (cls, *bases), {}))
@@ -172,23 +168,20 @@ class MastersPrecision:
         return self.hooks.post_backward(self, tensor, module)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        "Unscale the gradients before Fabric clips them."
+        "Unscale the gradients before they are clipped."
         self._attach(optimizer)
-        self.scaler.unscale_(optimizer)
+        if self.scaler.used is not None:  # else `training_step` has returned None
+            self.scaler.unscale_(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         "Clip unscaled gradients for a `Trainer`."
-        self._unscale(getattr(optimizer, "_optimizer", optimizer))  # of Lightning's wrapper
+        self.unscale_gradients(getattr(optimizer, "_optimizer", optimizer))  # of a wrapper
         self.hooks.clip_gradients(self, optimizer, *args, **kwargs)
 
     def _after_closure(self, model, optimizer):
         "Let a `Trainer` inspect and clip unscaled gradients."
-        self._unscale(optimizer)
+        self.unscale_gradients(optimizer)
         self.hooks._after_closure(self, model, optimizer)
-
-    def _unscale(self, optimizer):
-        if self.scaler.used is not None:  # else `training_step` has returned None
-            self.scaler.unscale_(optimizer)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         "Step or skip, update the loss scale, and log it for a `Trainer`."
