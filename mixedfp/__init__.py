@@ -22,7 +22,7 @@ _MODULES = {
     "engine.forward": "computing",
     "engine.masters": "masters_of",
     "examples": "Darknet cifar10 photos",
-    "formats": "MixedPrecisionError NumberFormat is_lost ulp",
+    "formats": "MixedPrecisionError is_lost ulp",
     "layerwise": "LayerwiseGradientScaler",
     "master": "get_master master2model model_g2master_g",
     "optimizer": "with_masters",

@@ -11,7 +11,7 @@ from .diagnose.report import PrecisionReport, precision_report
 from .engine.forward import computing
 from .engine.masters import masters_of
 from .examples import Darknet, cifar10, photos
-from .formats import MixedPrecisionError, NumberFormat, is_lost, ulp
+from .formats import MixedPrecisionError, is_lost, ulp
 from .layerwise import LayerwiseGradientScaler
 from .master import get_master, master2model, model_g2master_g
 from .optimizer import with_masters

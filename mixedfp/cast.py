@@ -48,22 +48,13 @@ def is_castable(t: Tensor) -> bool:
     return t.is_floating_point() and t.itemsize > 1
 
 
-def _cast(model, dtype, kept=()):
-    # not `to`, which also casts complex parameters
-    def cast(t):
-        return t.to(torch.float32 if t in kept else dtype) if is_castable(t) else t
-
-    for m in model.modules():
-        apply_to_own(m, cast)
-
-
 def bn2float(
     module: nn.Module,  # changed in place
 ) -> nn.Module:  # `module`
     "Cast every BatchNorm, SyncBatchNorm and InstanceNorm in `module` back to 32 bits."
     for m in module.modules():
         if isinstance(m, NORMS):
-            _cast(m, torch.float32)
+            m.float()
     return module
 
 # %% ../nbs/04_cast.ipynb #wrap0001
@@ -187,8 +178,12 @@ def model2half(
     dtype = check_dtype(dtype)
     outermost, kept = kept_parts(model, keep_fp32)
     kept |= {p.grad for p in model.parameters() if p in kept and p.grad is not None}
-    _cast(model, dtype, kept)
+
+    def cast(t):  # not `to`, which also casts complex parameters
+        return t.to(torch.float32 if t in kept else dtype) if is_castable(t) else t
+
     for m in model.modules():
+        apply_to_own(m, cast)
         FloatForward.remove(m)
     for m in outermost if dtype != torch.float32 else ():
         FloatForward(m).dtype = dtype
@@ -226,11 +221,6 @@ class Policy:
         checked["state_dtype"] = _check_state_dtype(self.state_dtype)  # pyright: ignore
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.half_grads and self.dtype == torch.float32:
-            raise MixedPrecisionError(
-                "half_grads=True needs a model in 16 bits, whose gradients it keeps. "
-                "Use dtype=torch.bfloat16 or torch.float16"
-            )
         for name in ("state_dtype", "half_grads"):
             if getattr(self, name) and not self.flat_master:
                 raise MixedPrecisionError(
