@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "callback": "MixedPrecision mixed_precision PrecisionRecorder",
-    "cast": "bn2float model2float model2half to_float to_half",
+    "cast": "bn2float model2half to_float to_half",
     "checkpoint": "Checkpoint",
     "diagnose.audit": "precision_audit PrecisionAudit",
     "diagnose.memory": "memory_of",

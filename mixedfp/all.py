@@ -2,7 +2,7 @@
 
 from . import __all__, fsdp  # the package's names; adds `fsdp_ctx` to Learner
 from .callback import MixedPrecision, PrecisionRecorder, mixed_precision
-from .cast import bn2float, model2float, model2half, to_float, to_half
+from .cast import bn2float, model2half, to_float, to_half
 from .checkpoint import Checkpoint
 from .diagnose.audit import PrecisionAudit, precision_audit
 from .diagnose.memory import memory_of

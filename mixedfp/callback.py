@@ -98,10 +98,6 @@ class MixedPrecision(Callback):
 
     # --- added to a Learner, and removed ---
 
-    def after_create(self) -> None:
-        "Make the model compute in 16 bits."
-        self._attach()
-
     def before_fit(self) -> None:
         "Adopt changes made to the model and optimizer since the last fit."
         for cb in self.learn.cbs:
@@ -115,14 +111,15 @@ class MixedPrecision(Callback):
                 "lr_find would hang with several processes: each ends the search at its own loss. "
                 "Find the rate in one process, outside distrib_ctx, or inside fsdp_ctx"
             )
-        self._attach()
+        self.after_create()
         self._last_loss = None
 
     def before_train(self) -> None:
         "Adopt changes that other callbacks made to the model since the last epoch."
         self.mixed.attach(self.model)
 
-    def _attach(self):
+    def after_create(self) -> None:
+        "Make the model compute in 16 bits, if it does not yet."
         if "gan_trainer" in vars(self.learn):
             raise MixedPrecisionError(
                 "the loss of a GANLearner calls the generator and critic outside the model's "
@@ -132,14 +129,15 @@ class MixedPrecision(Callback):
         try:
             self.mixed.attach(self.model)
             vars(self.learn).setdefault("create_opt", self._create_opt)
-            self._wrap_opt()
+            self.before_batch()
         except Exception:
             self._detach()  # a model that cannot be trained in 16 bits is left in float32
             raise
         if is_new:
             self._reset_states()
 
-    def _wrap_opt(self):
+    def before_batch(self) -> None:
+        "Wrap the optimizer, if it is new; inputs are cast in the model's forward pass."
         if self.learn.opt is not None and self.mixed.is_attached:
             self.mixed.wrap(self.learn.opt)
 
@@ -149,7 +147,7 @@ class MixedPrecision(Callback):
         self.mixed.attach(self.model)  # after validation, shards may be gathered
         try:
             type(self.learn).create_opt(self.learn)
-            self._wrap_opt()
+            self.before_batch()
         except BaseException:
             self.learn.opt = before
             raise
@@ -167,10 +165,6 @@ class MixedPrecision(Callback):
             self.learn.model.reset()
 
     # --- one batch ---
-
-    def before_batch(self) -> None:
-        "Adopt an optimizer that was created in this fit; inputs are cast in the forward pass."
-        self._wrap_opt()
 
     def before_backward(self) -> None:
         "Scale the loss."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SECOND_MOMENTS', 'to_half', 'to_float', 'is_castable', 'bn2float', 'WrappedForward', 'FloatForward', 'as_patterns',
-           'is_called', 'kept_parts', 'model2half', 'model2float', 'Policy']
+           'is_called', 'kept_parts', 'model2half', 'Policy']
 
 # %% ../nbs/04_cast.ipynb #2c1caee3
 from collections.abc import Iterable, Mapping
@@ -168,7 +168,7 @@ def kept_parts(
 # %% ../nbs/04_cast.ipynb #eaefc2b4
 def model2half(
     model: nn.Module,  # changed in place; its parameters remain the same objects
-    dtype: torch.dtype = torch.float16,  # of all parts that do not stay in 32 bits
+    dtype: torch.dtype = torch.float16,  # of all parts that do not stay in 32 bits; float32: undo
     keep_fp32: type | str | Iterable[type | str] = (),  # more parts to keep: types, names, globs
 ) -> nn.Module:  # `model`
     """Cast `model` to `dtype`, except for `kept_parts`, which compute in 32 bits.
@@ -188,13 +188,6 @@ def model2half(
     for m in outermost if dtype != torch.float32 else ():
         FloatForward(m).dtype = dtype
     return model
-
-
-def model2float(
-    model: nn.Module,  # changed in place
-) -> nn.Module:  # `model`, every floating-point parameter and buffer in float32
-    "Cast `model` to 32 bits. Bits lost in a cast to 16 are not restored; only masters keep them."
-    return model2half(model, torch.float32)
 
 # %% ../nbs/04_cast.ipynb #policy01
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cast import Policy, is_castable, model2float
+from ..cast import Policy, is_castable, model2half
 from ..engine.forward import forward_of, install_forward, remove_forward
 from ..engine.masters import masters_of
 from ..nested import check_positive, map_tensors, tensors_in
@@ -191,7 +191,7 @@ def float_copy(model: nn.Module) -> nn.Module:
     model = unwrapped(model)
     for m in model.modules():
         map_tensors(look, [list(vars(m).values()), m._parameters, m._buffers])
-    twin = model2float(copy.deepcopy(model, memo))
+    twin = model2half(copy.deepcopy(model, memo), torch.float32)
     twin.zero_grad()
     if hasattr(twin, "reset"):  # in fastai models: clears the state of the last batch
         twin.reset()  # pyright: ignore
