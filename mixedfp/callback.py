@@ -59,7 +59,7 @@ class MixedPrecision(Callback):
 
     order = 10  # like fastai's own: GradientAccumulation runs before it, GradientClip after it
 
-    @delegates(LossScaler, but="device, init_scale, layers")
+    @delegates(LossScaler.__init__, but=["device", "init_scale", "layers"])
     @delegates(with_masters, keep=True)
     def __init__(
         self,
@@ -143,14 +143,9 @@ class MixedPrecision(Callback):
 
     def _create_opt(self):
         "Create and wrap the Learner's optimizer, so that no state is loaded in 16 bits."
-        before = self.learn.opt
         self.mixed.attach(self.model)  # after validation, shards may be gathered
-        try:
-            type(self.learn).create_opt(self.learn)
-            self.before_batch()
-        except BaseException:
-            self.learn.opt = before
-            raise
+        type(self.learn).create_opt(self.learn)
+        self.before_batch()
 
     def _detach(self):
         if vars(self.learn).get("create_opt") == self._create_opt:

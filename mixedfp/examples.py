@@ -137,7 +137,6 @@ def cifar10(
 
     Raises: FileNotFoundError naming the places; ValueError for a wrong class or too many images.
     """
-    classes = [classes] if isinstance(classes, str) else list(classes)
     if len(set(classes) & set(CIFAR10_CLASSES)) != len(classes) or len(classes) < 2:
         raise ValueError(f"cifar10: classes={classes!r}; expected two or more different ones of "
                          f"{', '.join(CIFAR10_CLASSES)}")
@@ -147,7 +146,7 @@ def cifar10(
         found = [sorted(vision.get_image_files(root/split/c)) for c in classes]
         files, labels = _balanced(name, n, found)
         parts.append((_decode(tuple(files)), labels))
-    return image_dls(*parts, classes, vision.cifar_stats, **kwargs)
+    return image_dls(parts[0], parts[1], classes, vision.cifar_stats, **kwargs)
 
 # %% ../nbs/17_examples.ipynb #3899ed20
 _COLUMNS = {"train": range(9), "valid": (12,)}  # of 16 in a band; they are 8 pixels apart
@@ -176,7 +175,7 @@ def photos(
     for split, name, n in (("train", "n_train", n_train), ("valid", "n_valid", n_valid)):
         cuts, labels = _balanced(name, n, [_cuts(photo, split) for photo in vocab])
         parts.append((torch.stack(cuts), labels))
-    return image_dls(*parts, vocab, **kwargs)
+    return image_dls(parts[0], parts[1], vocab, **kwargs)
 
 # %% ../nbs/17_examples.ipynb #50c9d0f8
 def conv_layer(n_in: int, n_out: int, ks: int = 3, stride: int = 1) -> nn.Sequential:
