@@ -211,9 +211,8 @@ _NO_DOUBLE_BACKWARD = {"recomputed_reentrant", "own_function", "packed_gru", "ls
 
 def _keeps(row, others):
     cells, layout = row.cells, row.cells.get("layout")
-    if layout in ("half_grads", "16_bit_states") and cells.get("precision") == "float32":
-        return False
-    if layout == "16_bit_states" and row.optimizer not in WITH_16_BIT_STATES:
+    is_float32 = cells.get("precision") == "float32"
+    if layout == "16_bit_states" and (is_float32 or row.optimizer not in WITH_16_BIT_STATES):
         return False
     if layout == "half_grads":  # what is used twice is added up in 16 bits
         once = cells.get("workflow", "iterating") in ONE_BACKWARD_A_STEP

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cast import Policy, is_castable, model2float
+from ..cast import Policy, is_castable, model2half
 from ..engine.forward import forward_of, install_forward, remove_forward
 from ..engine.masters import masters_of
-from ..formats import NumberFormat
 from ..nested import check_positive, map_tensors, tensors_in
 from ..torch_private import unwrapped
 
@@ -70,7 +69,8 @@ class Numbers:
 
     def _floor(self):
         "Return the exponent below which numbers become 0: half of the smallest is rounded up."
-        return round(math.log2(NumberFormat.of(self.dtype).smallest_subnormal)) - 1
+        f = torch.finfo(self.dtype)
+        return round(math.log2(f.smallest_normal * f.eps)) - 1
 
 
 class Errors:
@@ -191,7 +191,7 @@ def float_copy(model: nn.Module) -> nn.Module:
     model = unwrapped(model)
     for m in model.modules():
         map_tensors(look, [list(vars(m).values()), m._parameters, m._buffers])
-    twin = model2float(copy.deepcopy(model, memo))
+    twin = model2half(copy.deepcopy(model, memo), torch.float32)
     twin.zero_grad()
     if hasattr(twin, "reset"):  # in fastai models: clears the state of the last batch
         twin.reset()  # pyright: ignore
@@ -479,7 +479,7 @@ class PrecisionReport:
 
     def headline(self) -> str:
         "Return the settings, the loss, the causes and the line to paste."
-        dtype, scale = NumberFormat.of(self.settings.policy.dtype).name, self.settings.loss_scale
+        dtype, scale = torch.finfo(self.settings.policy.dtype).dtype, self.settings.loss_scale
         at = f" at loss scale {scale:g}" if scale != 1 else ""
         head = f"{dtype}{at}: loss {self.losses[1]:.6g}, in float32 {self.losses[0]:.6g}\n"
         if self.is_fine:
@@ -498,7 +498,7 @@ class PrecisionReport:
         """
         if what not in ("activations", "gradients"):
             raise ValueError(f"`what` is {what!r}: expected activations or gradients")
-        is_grad, f = what == "gradients", NumberFormat.of(self.settings.policy.dtype)
+        is_grad, f = what == "gradients", torch.finfo(self.settings.policy.dtype)
         kept = {m.name: m.grads.values() if is_grad else [m.out] for m in self.modules}
         rows = {k: sum(n.counts for n in ns) for k, ns in kept.items() if any(map(len, ns))}
         shares = torch.stack([n / n.sum() for n in rows.values()])
@@ -508,7 +508,8 @@ class PrecisionReport:
             ax = plt.figure(figsize=(7.0, 1.7 + 0.19 * len(rows)), layout="constrained").subplots()
         ends = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
         ax.imshow(shares.numpy(), aspect="auto", norm="log", vmin=1e-5, vmax=1, extent=ends)
-        limits = torch.tensor([f.smallest_subnormal, f.smallest_normal, f.max], dtype=torch.float64)
+        subnormal = f.smallest_normal * f.eps
+        limits = torch.tensor([subnormal, f.smallest_normal, f.max], dtype=torch.float64)
         low, normal, high = (limits / self.settings.loss_scale**is_grad).log2().tolist()
         ax.axvspan(low, high, color="0.9", zorder=-1)
         ax.axvline(normal, color="#D55E00", ls="--")

@@ -400,7 +400,7 @@ class ChunkLoop:
 
     def export(self, name: str, value: Any) -> Any:
         "Return a state entry as a file stores it: in float32, with step counts copied."
-        is_narrow = name in self.dtypes and isinstance(value, Tensor)
+        is_narrow = name in self.dtypes and isinstance(value, Tensor) and value.itemsize == 2
         return value.float() if is_narrow else _copied(value)
 
 
