@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NORMS', 'outside_of_dynamo', 'has_dynamo', 'unwrapped', 'hooks_around_step', 'sequence_number', 'run_early',
            'next_sequence_number', 'backward_id', 'saved_tensors_hooks_now', 'bf16_units', 'norm_of_each',
-           'unscale_each_', 'update_scale_', 'inside_functorch', 'can_compile_copies', 'without_autocast', 'is_shared',
-           'apply_to_own', 'count_as_stepped', 'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
+           'unscale_each_', 'update_scale_', 'can_trace_copies', 'without_autocast', 'is_shared', 'apply_to_own',
+           'count_as_stepped', 'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
 
 # %% ../nbs/03a_torch_private.ipynb #d88b67e4
 import sys
@@ -112,16 +112,14 @@ def update_scale_(
     torch._amp_update_scale_(scale, growth, found_inf, *rule)
 
 
-def inside_functorch() -> bool:
-    "Return whether a transformation of `torch.func` is running, such as `vmap` or `grad`."
+def can_trace_copies() -> bool:
+    "Return whether a pass can set attributes: not in `torch.func`, tracing, or Dynamo before 2.14."
     if torch.compiler.is_compiling():  # the stack would be a constant of the graph
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is not None
+        return _VERSION >= (2, 14)
+    return not torch.jit.is_tracing() and torch._C._functorch.peek_interpreter_stack() is None
 
 
-def can_compile_copies() -> bool:
-    "Return whether Dynamo can trace attributes that a pass sets and removes: tried with 2.14."
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def without_autocast(kind: str) -> Any:  # of a device, such as "cuda"

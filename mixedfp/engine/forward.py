@@ -83,8 +83,8 @@ class HalfForward(PassForward):
             try:
                 if not self.policy.autocast:
                     args, kwargs = cast_floats((args, kwargs), self.policy.dtype)
-                autocast, on_cpu = self._modes()
-                with Passes(self.copies), Passes(self.copies):
+                lock, autocast, on_cpu = self._modes()
+                with lock, Passes(self.copies), Passes(self.copies):
                     self.copies.__enter__()
                     with autocast, on_cpu:
                         out = self.own(*args, **kwargs)
@@ -109,19 +109,21 @@ class HalfForward(PassForward):
             ) from error
 
     def _modes(self):
-        "Return `torch.autocast` and, on a CPU, `InFloat32`."
+        "Return the lock of a pass, `torch.autocast` and, on a CPU, `InFloat32`."
         dtype = self.policy.dtype
         first = next(self.module.parameters(), None)
         device = "cpu" if first is None else first.device.type
         if device == "cpu" and self.emulates and not is_compiling():
             name = str(dtype).removeprefix("torch.")
             warn_once(
-                f"on this CPU {name} products are computed in float32 and rounded to {name}, as on "
-                "a GPU, at about the speed of float32. native=True uses PyTorch's own kernels, "
-                "which are mostly slower"
+                f"this CPU has no fast {name} arithmetic, so {name} training runs at about "
+                "float32's speed, with results as on a GPU. native=True uses PyTorch's kernels"
             )
-        on_cpu = self.on_cpu if device == "cpu" and self.needs_mode else nullcontext()
-        return torch.autocast(device, dtype) if self.policy.autocast else nullcontext(), on_cpu
+        return (
+            nullcontext() if is_compiling() else self.copies.lock,
+            torch.autocast(device, dtype) if self.policy.autocast else nullcontext(),
+            self.on_cpu if device == "cpu" and self.needs_mode else nullcontext(),
+        )
 
 
 _COVERED = nn.RNNBase, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.Sigmoid
@@ -264,8 +266,8 @@ def computing(
     if forward is None or forward.copies is None:
         yield
         return
-    autocast, on_cpu = forward._modes()
-    with Passes(forward.copies), Passes(forward.copies):
+    lock, autocast, on_cpu = forward._modes()
+    with lock, Passes(forward.copies), Passes(forward.copies):
         forward.copies.__enter__()
         with autocast, on_cpu:
             yield
