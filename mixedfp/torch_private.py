@@ -98,17 +98,11 @@ def unscale_each_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
+def update_scale_(scale: Tensor, growth: Tensor, found_inf: Tensor, *rule: float) -> None:
+    """Back `scale`, (), off after a skip, or let it grow, as `GradScaler` does.
 
-def update_scale_(
-    scale: Tensor,  # (), float32
-    growth: Tensor,  # (), int32: steps without a skip
-    found_inf: Tensor,  # (), float32: above 0 for a skip
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    "Back `scale` off after a skip, or let it grow, as `GradScaler` does."
-    rule = growth_factor, backoff_factor, growth_interval
+    `growth`, (), int32, counts steps without a skip; `rule` has two factors and the interval.
+    """
     torch._amp_update_scale_(scale, growth, found_inf, *rule)
 
 

@@ -86,17 +86,24 @@ def n_rounded(monkeypatch):
 
 
 class Nested(nn.Module):
-    def __init__(self, with_grad):
+    """Calls itself, and may give a part a hook that takes its copy away from the next pass on."""
+
+    def __init__(self, with_grad, *hooks):
         super().__init__()
-        self.linear, self.with_grad = nn.Linear(4, 4), with_grad
+        self.first, self.linear = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.with_grad, self.hooks = with_grad, [*hooks]
 
     def forward(self, x, depth=1):
-        y = self.linear(x)
-        outer = self.linear.weight
+        y = self.linear(self.first(x))
+        outer, is_tied = self.linear.weight, self.linear.weight.requires_grad
         if depth:
+            while self.hooks:
+                self.first.register_forward_pre_hook(self.hooks.pop())
             with torch.set_grad_enabled(self.with_grad):
-                y = y + self(y, depth - 1)
-        assert self.linear.weight is outer  # the copy of this pass is back
+                inner = self(y, depth - 1)
+            y = y + inner
+        assert self.linear.weight is outer  # the copy of this pass is back, as it was
+        assert outer.requires_grad == is_tied
         return y + self.linear(y)
 
 
@@ -106,6 +113,16 @@ def test_a_model_called_inside_its_own_pass_shares_the_copies(with_grad, flat, n
     full, half, _ = pair(Nested, with_grad, flat_master=flat)
     assert_trains_alike(full, half)
     assert n_rounded() == 1
+    with torch.no_grad():
+        assert_close(half(X), full(X))
+
+
+@flats
+def test_a_hook_that_is_added_in_a_pass_counts_from_the_next_one(flat):
+    full, half, _ = pair(Nested, True, limit_own, flat_master=flat)
+    half(X), full(X), half(X), full(X)
+    assert_close(list(half.parameters()), list(full.parameters()), 2**-9)
+    assert_trains_alike(full, half)
 
 
 @both

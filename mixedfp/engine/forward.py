@@ -7,8 +7,6 @@ __all__ = ['PassForward', 'HalfForward', 'PartForward', 'NormForward', 'KeptForw
            'remove_forward', 'forward_of', 'computing', 'called_modules']
 
 # %% ../../nbs/engine/03_forward.ipynb #ecc8661a
-import copy
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -34,11 +32,6 @@ class PassForward(WrappedForward):
     def __reduce__(self) -> tuple:
         """Return how to make the module's own forward pass."""
         return _same, (self.own,)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        """Return the forward pass of the copied module."""
-        return copy.deepcopy(self.own, memo)
-
 
 def _same(own):
     return own
@@ -67,7 +60,7 @@ class HalfForward(PassForward):
         self.emulates = not policy.native and not has_arithmetic("cpu", policy.dtype)
         self.on_cpu = InFloat32(policy.dtype, self.emulates)
         # a mode costs 7 us for each function: it is on where one of its functions may be called
-        own = {m for m, *_ in copies.places if not _only_multiplies(m)} if copies else set()
+        own = {m for m in copies.names if not _only_multiplies(m)} if copies else set()
         self.needs_mode = self.emulates or policy.dtype == torch.float16 or any(
             m in own or isinstance(m, _COVERED) or uses(m, self.on_cpu.names)
             for m in module.modules()
@@ -142,13 +135,12 @@ class PartForward(PassForward):
     """
 
     copies: Copies
-    names: list[str]  # of the parameters that have copies
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass, with rounded weights if autocast is on."""
-        m, weights = self.module, {}
-        if not self.copies.running and m not in self.copies.without:
-            weights = {k: p for k in self.names if (p := m._parameters.get(k)) is not None}
+        m: Any = self.module
+        names = () if self.copies.running else self.copies.names.get(m, ())
+        weights = {k: p for k in names if (p := m._parameters.get(k)) is not None}
         if not any(torch.is_autocast_enabled(p.device.type) for p in weights.values()):
             return self.compute(*args, **kwargs)
         try:
@@ -224,17 +216,14 @@ def install_forward(
         # in a layer with a scale autocast casts the weights: gradients leave it in float32
         scaled = [] if layers is None else layers.modules
         copies = Copies(model, policy.dtype, {*kept, *scaled}, policy.half_grads)
-        names = defaultdict(list)
-        for m, name, _ in copies.places:
-            names[m].append(name)
         for m in (m for m in model.modules() if m not in kept):
             # without autocast nothing else casts the weights that have no copies
             is_wide = m in copies.without and m._parameters and not policy.autocast
             if is_wide or isinstance(m, nn.Embedding | nn.EmbeddingBag):
                 KeptForward(m).dtype = dtype
-            elif policy.autocast and "forward" not in vars(m) and (kind := part_of(m, m in names)):
-                part = kind(m)
-                part.copies, part.names = copies, names[m]
+            elif policy.autocast and "forward" not in vars(m):
+                if kind := part_of(m, m in copies.names):
+                    kind(m).copies = copies
     for m in called_modules(model):
         HalfForward(m, policy, copies, layers, masters)
     return copies
@@ -254,9 +243,7 @@ def forward_of(model: nn.Module) -> HalfForward | None:
 
 
 @contextmanager
-def computing(
-    model: nn.Module,
-) -> Iterator[None]:
+def computing(model: nn.Module) -> Iterator[None]:
     """Make parts and methods of `model` compute as in its forward pass, in this block.
 
     `with computing(model): z = model.encode(x)`. Its copies are made once for the whole block, in

@@ -27,10 +27,7 @@ from ..sharded import check_shards, has_shards
 from ..torch_private import NORMS, unwrapped
 
 # %% ../../nbs/engine/06_masters.ipynb #85270080
-def check_model(
-    model: nn.Module,
-    policy: Policy,
-) -> None:
+def check_model(model: nn.Module, policy: Policy) -> None:
     "Reject a `model` that cannot have masters. Raises: TypeError, ValueError, MixedPrecisionError."
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}: expected the nn.Module to train")
@@ -45,15 +42,10 @@ def check_model(
             "call that Learner's to_fp32(), or opt.masters.restore(), and try again"
         )
     for name, t in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(t):
+        if is_lazy(t) or t.is_meta:
             raise MixedPrecisionError(
-                f"the shape of `{name}` is not known yet: run a batch through the model first"
-            )
-    for name, p in model.named_parameters():
-        if p.is_meta:
-            raise MixedPrecisionError(
-                f"`{name}` is on the meta device and has no weights yet: call "
-                "model.to_empty(device='cpu') and initialize it first"
+                f"`{name}` has no values yet: run a batch through the model first, or, on the meta "
+                "device, call model.to_empty(device='cpu') and initialize it"
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(

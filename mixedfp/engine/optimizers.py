@@ -26,18 +26,14 @@ def core_of(
     return opt
 
 
-def param_lists(
-    core: Any,
-) -> list[list[Any]]:
+def param_lists(core: Any) -> list[list[Any]]:
     "Return the parameters of each group."
     if isinstance(core, Optimizer):
         return [group["params"] for group in core.param_groups]
     return [list(ps) for ps in core.param_lists]
 
 
-def grads_of(
-    core: Any,
-) -> list[Tensor]:
+def grads_of(core: Any) -> list[Tensor]:
     "Return all gradients that a step of `core` reads."
     grads = (p.grad for ps in param_lists(core) for p in ps)
     return [g for g in grads if g is not None]
@@ -51,9 +47,7 @@ _FASTAI = frozenset(
 )
 
 
-def is_elementwise(
-    core: Any,
-) -> bool:
+def is_elementwise(core: Any) -> bool:
     "Return whether `core` can step chunk by chunk with bit-identical results."
     if type(core) in _TORCH:
         special = ("capturable", "differentiable")
@@ -64,9 +58,7 @@ def is_elementwise(
     return all(f.__module__ == "fastai.optimizer" and f.__name__ in _FASTAI for f in steppers)
 
 
-def is_fused(
-    core: Any,
-) -> bool:
+def is_fused(core: Any) -> bool:
     "Return whether one kernel steps all parameters of a group."
     return any(group.get("fused") for group in getattr(core, "param_groups", ()))
 

@@ -101,12 +101,14 @@ class Copies:
         self.vectors = self.vectors if vectors is None else vectors
         self.without = set(self.kept)  # modules and parameters that are read in float32
         found: dict[Parameter, list] = {}
+        self.names: dict[nn.Module, list[str]] = {}  # of the parameters that have copies
         for m in self.model.modules():
             self.without.update(m.modules() if writes_parts(m) else [m] * reads_float32(m))
         for m in (m for m in self.model.modules() if m not in self.without):
             for name, p in m._parameters.items():
                 if type(p) is Parameter and p.dtype == torch.float32 and p not in self.without:
                     found.setdefault(p, []).append((m, name))
+                    self.names.setdefault(m, []).append(name)
         at = {p: (v, k) for v in self.vectors for k, p in enumerate(v.params) if p in found}
         self.params = [*at, *(p for p in found if p not in at)]
         each = enumerate(self.params)
@@ -140,13 +142,12 @@ class Copies:
 
     def __enter__(self) -> None:
         """Give each module its copies; a pass inside another shares their memory."""
-        has_begun = bool(self.running)
-        if not (has_begun or is_compiling()) and sum(map(len, self.hooks)) != self.n_hooks:
+        outer = self.running[-1] if self.running else []
+        if not (self.running or is_compiling()) and sum(map(len, self.hooks)) != self.n_hooks:
             self.find()  # a new hook may write weights
         copies: list[Tensor] = []  # none where autocast casts
         if self.params and can_trace_copies():
-            outer = self.running[-1] if has_begun else ()
-            copies = self._tied([c.detach() for c in outer] or self.round())
+            copies = self._tied(outer or self.round())
         self.running.append(copies)
         for m, name, i in self.places if copies else ():
             if m._parameters.get(name) is self.params[i]:
