@@ -86,7 +86,8 @@ def lay_out(masters: Masters, core: Any) -> None:  # of an optimizer
     if vectors != masters.vectors:
         masters.vectors = vectors
         if copies is not None:
-            copies.find(vectors)  # gradients are neighbours where parameters are
+            copies.vectors = vectors
+            copies.find()  # gradients are neighbours where parameters are
 
 
 def is_vectorizable(p: Parameter) -> bool:

@@ -188,10 +188,7 @@ class KeptForward(PassForward, FloatForward):
     """
 
 
-def part_of(
-    m: nn.Module,
-    has_copies: bool,  # of its weights
-) -> type[PartForward] | None:
+def part_of(m: nn.Module, has_copies: bool) -> type[PartForward] | None:
     "Return the wrapper that `m` needs under `torch.autocast`, if any."
     own = getattr(type(m), "forward", None)
     if own in (nn.LayerNorm.forward, nn.GroupNorm.forward, nn.RMSNorm.forward):

@@ -9,7 +9,7 @@ __all__ = ['check_model', 'warn_if_rounded', 'BufferSnapshot', 'Masters', 'maste
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
@@ -56,18 +56,14 @@ def check_model(model: nn.Module, policy: Policy) -> None:
         check_shards(model, policy)
 
 # %% ../../nbs/engine/06_masters.ipynb #f11e0005
-def warn_if_rounded(
-    weights: Mapping[str, Tensor],  # by name; float32 ones will start from these
-) -> None:
-    "Warn once if `weights` are in 16 bits: training starts from rounded values."
-    half = {k: w for k, w in weights.items() if w.dtype in (torch.float16, torch.bfloat16)}
+def warn_if_rounded(model: nn.Module) -> None:
+    "Warn once if trained weights are in 16 bits: training starts from rounded values."
+    trained = {k: p.dtype for k, p in model.named_parameters() if p.requires_grad}
+    half = [k for k, dtype in trained.items() if dtype in (torch.float16, torch.bfloat16)]
     if half:
-        first, n = next(iter(half)), sum(w.numel() for w in half.values())
-        more = f" and {len(half) - 1} more are" if len(half) > 1 else " is"
         warn_once(
-            f"`{first}`{more} already in {half[first].dtype}: training starts from rounded values, "
-            f"without the low bits of the float32 weights ({n:,} numbers). Load the float32 model "
-            "to keep them"
+            f"{len(half)} weights such as `{half[0]}` are already in {trained[half[0]]}: training "
+            "starts from rounded values. Load the float32 model to keep their low bits"
         )
 
 # %% ../../nbs/engine/06_masters.ipynb #de4639b8
@@ -190,7 +186,7 @@ class Masters:
         self.copies = install_forward(model, policy, layers, self)
         try:
             self.snapshot = BufferSnapshot(model)
-            warn_if_rounded({k: p for k, p in model.named_parameters() if p.requires_grad})
+            warn_if_rounded(model)
             self.widen_trained()
         except BaseException:  # out of memory
             remove_forward(model)

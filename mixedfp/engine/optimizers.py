@@ -78,12 +78,11 @@ class Shadow:
         groups = self.core.param_groups if self.is_torch else self.core.hypers
         self.hypers = [dict(group) for group in groups]
 
-    def step(
-        self,
-        group: int,  # its hyper-parameters are used
-        states: Mapping[Any, dict],  # by the tensors to step in place; their `grad` is read
-    ) -> dict[Any, dict]:  # after the step
-        "Step tensors and return their new states."
+    def step(self, group: int, states: Mapping[Any, dict]) -> dict[Any, dict]:
+        """Step tensors in place with the settings of a group, and return their new states.
+
+        `states` are those before the step, by the tensor; the `grad` of each is read.
+        """
         twin, hypers, params = self.twin, self.hypers[group], list(states)
         twin.state = defaultdict(dict, states)
         if self.is_torch:

@@ -90,15 +90,11 @@ class Copies:
         self.kept = set(without)
         self.running: list[list[Tensor]] = []  # the copies of each pass, the innermost last
         self.lock = threading.RLock()  # of a pass: a second thread waits for its end
-        self.vectors: list[Any] = []
+        self.vectors: list[Any] = []  # of `engine.flat`; their parameters are neighbours
         self.find()
 
-    def find(
-        self,
-        vectors: list[Any] | None = None,  # of `engine.flat`; their parameters are neighbours
-    ) -> None:
+    def find(self) -> None:
         "Find the parameters to copy, the places of the copies, and the groups of their gradients."
-        self.vectors = self.vectors if vectors is None else vectors
         self.without = set(self.kept)  # modules and parameters that are read in float32
         found: dict[Parameter, list] = {}
         self.names: dict[nn.Module, list[str]] = {}  # of the parameters that have copies
