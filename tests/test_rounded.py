@@ -565,26 +565,6 @@ def test_operators_on_a_weight(code):
 # What training code does
 
 
-def penalty(model, x):
-    """Return the gradient penalty of WGAN-GP, and the loss."""
-    x = x.clone().requires_grad_()
-    out = model(x)
-    (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    ws = torch.autograd.grad(out.square().mean(), list(model.parameters()), create_graph=True)
-    both = (g.norm(dim=1) - 1).square().mean() + sum(w.square().sum() for w in ws)
-    return both + out.mean() - model(-x).mean()
-
-
-@flats
-@both
-def test_penalties_on_gradients(dtype, flat):
-    full, half, _ = pair(net, dtype=dtype, flat_master=flat)
-    a, b = penalty(full, X), penalty(half, X)
-    a.backward(), b.backward()
-    assert_close(b, a)
-    assert_close(grads(half), grads(full), 0.05)
-
-
 @flats
 def test_hooks_see_16_bit_weights_in_a_pass_and_float32_gradients(flat):
     half, opt = mixed(net(), flat_master=flat)
@@ -640,17 +620,9 @@ def swapped(model, _):
     torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.full((8, 4), 0.5)))
 
 
-def shared(model, _):
-    model.share_memory()
-
-
-def frozen(model, _):
-    model[0].weight.requires_grad_(False).mul_(2)
-
-
 @flats
 @both
-@pytest.mark.parametrize("change", [replaced, joined, assigned, swapped, shared, frozen])
+@pytest.mark.parametrize("change", [replaced, joined, assigned, swapped])
 def test_parameters_that_change_in_training(change, dtype, flat):
     def train(model, opt):
         for i in range(6):
@@ -664,7 +636,6 @@ def test_parameters_that_change_in_training(change, dtype, flat):
     full, half, opt = pair(net, dtype=dtype, flat_master=flat)
     want = train(full, torch.optim.SGD(full.parameters(), 0.1))
     assert_close(train(half, opt), want, 0.01)
-    assert half[0].weight.is_shared() == (change is shared)
 
 
 # Copies, files, exports
@@ -708,14 +679,12 @@ def test_a_scripted_part_and_a_traced_model():
 
 @flats
 @pytest.mark.parametrize("how", ["float_model", "deepcopy"])
-def test_exports(how, flat, tmp_path):
+def test_exports(how, flat):
     half, opt = mixed(net(), flat_master=flat)
     plain = opt.masters.float_model() if how == "float_model" else copy.deepcopy(half)
     assert (plain[0].weight is half[0].weight) == (how == "float_model")
     assert_same(torch.export.export(plain, (X,)).module()(X), net()(X))
     assert half(X).requires_grad and not torch.equal(half(X), plain(X))
-    torch.onnx.export(plain, (X,), str(tmp_path / "net.onnx"), dynamo=False)
-    assert (tmp_path / "net.onnx").stat().st_size > 0
 
 
 # Methods other than `forward`

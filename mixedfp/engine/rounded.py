@@ -117,8 +117,7 @@ class Copies:
     def round(self) -> list[Tensor]:
         "Return the parameters, rounded in one grouped copy."
         copies = [torch.empty_like(p, dtype=self.dtype) for p in self.params]
-        if copies:
-            torch._foreach_copy_(copies, self.params)  # pyright: ignore
+        torch._foreach_copy_(copies, self.params)  # pyright: ignore
         return copies
 
     def _tied(self, copies):
@@ -153,9 +152,7 @@ class Copies:
         """Remove the copies, or put back those of the pass around this one."""
         copies, outer = self.running[-1], self.running[-2] if len(self.running) > 1 else ()
         for m, name, i in self.places if copies else ():
-            if not outer:
-                m.__dict__.pop(name, None)
-            elif name in m.__dict__:
+            if m.__dict__.pop(name, None) is not None and outer:
                 m.__dict__[name] = outer[i]
         self.running.pop()  # if the lines above were interrupted, `Passes` runs them again
         if copies and not (self.running or is_compiling() or copies[0].is_inference()):
