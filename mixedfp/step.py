@@ -135,7 +135,7 @@ class MasterStep:
         if self.is_removed:
             return self.raw["step"](*(() if closure is None else (closure,)))
         copies = self.masters.copies
-        if copies is not None and copies.depth():
+        if copies is not None and copies.running:
             raise MixedPrecisionError(
                 "a step inside computing(model) or a forward pass would leave the 16-bit copies "
                 "as they are: end the block before the step"
