@@ -54,15 +54,47 @@ class _Found(BaseException):
     "Ends a pass at the first bad number; not an Exception, which a model might catch."
 
 
-class _Search(TorchDispatchMode):
-    "One pass over a batch up to the first bad number, which the running module made."
+class _Trial(TorchDispatchMode):
+    "A pass over a batch in some settings up to the first bad number, if any (`is_fine`)."
 
-    def __init__(self, is_strict):
+    def __init__(self, model, batch, loss_func, settings, is_strict=False):
         super().__init__()
-        self.is_strict = is_strict  # whether -inf is bad too
+        self.settings, self.is_strict = settings, is_strict  # whether -inf is bad too
         self.phase, self.running = "forward", [_LOSS]  # names of modules, the innermost last
-        self.found = {}  # by phase and module: its first operation with a bad output
+        self.bad = {}  # by phase and module: its first operation with a bad output
         self.last = None, ""  # an output and its operation, also blamed for casts and views
+        eager = torch.compiler.set_stance("force_eager") if has_dynamo() else nullcontext()
+        state = report.same_random_state(next(model.parameters()).device)
+        with report.half_copy(model, settings.policy) as half, state, eager:
+            try:
+                with suppress(_Found), report.watch_calls(half, self.before, self.after), self:
+                    self._run(half, batch, loss_func)
+            except RuntimeError as e:
+                if "overflow" not in str(e):
+                    raise
+                frames = traceback.extract_tb((e.__cause__ or e).__traceback__)
+                cause = f"a constant beyond the range of {settings.policy.dtype}"
+                self._note("constant", frames, cause, False)
+            finally:
+                self.last = None, ""  # it holds the graph
+        self.module, self.is_fine = self.running[-1], not self.phase
+        unknown = dict(operation="", line="", cause="inf or nan", is_late=False)
+        self.found = self.bad.get((self.phase, self.module), unknown)
+
+    def _run(self, model, batch, loss_func):
+        args, kwargs, targets = split_batch(batch)
+        pred = model(*args, **kwargs)
+        self.phase = "loss"
+        loss = loss_func(pred, *targets)
+        if not loss.detach().isfinite().all():
+            raise _Found
+        self.phase = "backward"
+        (loss * self.settings.loss_scale).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None and _is_bad(p.grad, True):
+                self.running = [name.rpartition(".")[0]]
+                raise _Found
+        self.phase = ""
 
     def before(self, name, _, args, kwargs):
         caller = self.running[-1]
@@ -101,30 +133,22 @@ class _Search(TorchDispatchMode):
         if name in _HANDED_ON and made not in _HANDED_ON and ins and last is ins[0]:
             name = made
         for t in floats(out):
-            self.last, key = (t, name), (self.phase, self.running[-1])
-            if key not in self.found and _is_bad(t, self.is_strict):
-                self.found[key] = dict(
-                    operation=name,
-                    line=_user_line(traceback.extract_stack()),
-                    cause=_cause(name, ins, t.detach()),
-                    is_first=not any(_is_bad(i, True) for i in ins),
-                )
+            self.last = t, name
+            if (self.phase, self.running[-1]) not in self.bad and _is_bad(t, self.is_strict):
+                is_late = self.phase != "backward" and "softmax" not in name  # may follow a -inf
+                is_late = is_late and any(_is_bad(i, True) for i in ins)
+                self._note(name, traceback.extract_stack(), _cause(name, ins, t.detach()), is_late)
         return out
 
-    def run(self, model, batch, loss_func, scale):
-        args, kwargs, targets = split_batch(batch)
-        pred = model(*args, **kwargs)
-        self.phase = "loss"
-        loss = loss_func(pred, *targets)
-        if not loss.detach().isfinite().all():
-            raise _Found
-        self.phase = "backward"
-        (loss * scale).backward()
-        for name, p in model.named_parameters():
-            if p.grad is not None and _is_bad(p.grad, True):
-                self.running = [name.rpartition(".")[0]]
-                raise _Found
-        self.phase = ""
+    def _note(self, operation, frames, cause, is_late):
+        found = dict(operation=operation, line=_user_line(frames), cause=cause, is_late=is_late)
+        self.bad[self.phase, self.running[-1]] = found
+
+    def proposal(self):
+        "Return settings with a smaller loss scale, or with more around the module in float32."
+        if self.phase == "backward" and self.settings.loss_scale > 1:
+            return self.settings.changed(loss_scale=max(1.0, self.settings.loss_scale / 4))
+        return None if self.module == _LOSS else self.settings.keeping(self.module)
 
 
 _LOSS = "the loss"
@@ -139,17 +163,12 @@ def _is_bad(t, is_strict):
 def _cause(name, ins, out):
     "Describe why an operation returned inf or nan."
     has_inf, has_nan = any(bool(t.isinf().any()) for t in ins), bool(out.isnan().any())
-    if "div" in name and has_nan and not has_inf:
-        return "0 / 0"
-    if "div" in name and len(ins) > 1 and bool((ins[1] == 0).any()):
-        return "a division by 0"
     if "softmax" in name and has_inf:
         return "a softmax over only -inf (0 / 0): a fully masked row"
-    if has_inf and has_nan:
-        return "inf - inf, or 0 * inf"
-    if name in ("log", "rsqrt", "reciprocal", "sqrt", "pow", "log2", "log10"):
-        if has_nan or bool((ins[0].expand_as(out)[~out.isfinite()] == 0).any()):
-            return f"{name} of a number outside its domain, or of 0"
+    if has_nan:
+        return "inf - inf, or 0 * inf" if has_inf else f"{name} of a number outside its domain"
+    if name in _POLES and bool((ins[-1].expand_as(out)[out.isinf()] == 0).any()):
+        return f"{name} of 0"
     largest = max((t.abs().amax().item() for t in ins), default=0.0)
     return f"a value beyond the range of {out.dtype}, from numbers up to {largest:.4g}"
 
@@ -160,60 +179,14 @@ _NOT_THE_USERS = tuple(f"{Path(str(m.__file__)).parent}{os.sep}" for m in (torch
 def _user_line(frames):
     "Return the innermost line of the search outside PyTorch and this package."
     for f in reversed(frames):
-        if f.filename == __file__ and f.name == "run":
+        if f.filename == __file__ and f.name == "_run":
             break
         if not f.filename.startswith(_NOT_THE_USERS) and f.name != "__torch_function__":
             file = "cell" if "ipykernel" in f.filename else Path(f.filename).name
             return f"{file}:{f.lineno}: {f.line}"
     return ""
 
-# %% ../../nbs/diagnose/02_overflow.ipynb #0f1a000d
-class _Trial:
-    "A pass over a batch in some settings: the first bad number, or none (`is_fine`)."
-
-    def __init__(self, model, batch, loss_func, n_kept, settings, is_strict=False):
-        self.model, self.settings, device = model, settings, next(model.parameters()).device
-        self.n_kept, search = n_kept, _Search(is_strict)  # at the start; one more is tried
-        eager = torch.compiler.set_stance("force_eager") if has_dynamo() else nullcontext()
-        half, state = report.half_copy(model, settings.policy), report.same_random_state(device)
-        with half as twin, state, eager:
-            try:
-                watch = report.watch_calls(twin, search.before, search.after)
-                with suppress(_Found), watch, search:
-                    search.run(twin, batch, loss_func, settings.loss_scale)
-            except RuntimeError as e:
-                if "overflow" not in str(e):
-                    raise
-                line = _user_line(traceback.extract_tb((e.__cause__ or e).__traceback__))
-                cause = f"a constant beyond the range of {settings.policy.dtype}"
-                found = dict(operation="constant", line=line, cause=cause, is_first=True)
-                search.found[search.phase, search.running[-1]] = found
-            finally:
-                search.last = None, ""  # it holds the graph
-        self.phase, self.module = search.phase, search.running[-1]
-        self.found, self.is_fine = search.found.get((self.phase, self.module), {}), not self.phase
-
-    def proposal(self):
-        "Return settings with a smaller loss scale, or with more around the module in float32."
-        if self.phase == "backward" and self.settings.loss_scale > 1:
-            return self.settings.changed(loss_scale=max(1.0, self.settings.loss_scale / 4))
-        kept, parts = self.settings.keeping(self.module), dict(self.model.named_modules())
-        names: Any = () if kept is None else kept.policy.keep_fp32
-        if self.module not in parts or not 0 < len(names) <= self.n_kept + 1:
-            return None
-        n, n_all = (sum(p.numel() for p in m.parameters()) for m in (parts[names[-1]], self.model))
-        return None if 2 * n > n_all else kept  # most of the weights are no fix
-
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a000f
-def _columns_beyond(batch, limit):
-    "Describe the input columns that are out of range."
-    found = []
-    for t in floats(split_batch(batch)[:2]):
-        tops = t.abs().movedim(1, 0).flatten(1).amax(1).tolist() if t.ndim > 1 else []
-        found += [f"{c} (up to {top:.4g})" for c, top in enumerate(tops) if top > limit]
-    return ", ".join(found)
-
-
 def _weight_beyond(model, name, policy):
     "Describe a weight of the module that is not finite when it is rounded; empty if all are."
     _, kept = kept_parts(model, policy.keep_fp32)
@@ -242,20 +215,19 @@ def find_overflow(
     Raises: TypeError for a batch or a loss of another form. Sync: many.
     """
     policy, full = report.policy_for(model, dtype, keep_fp32, native), report.float_copy(model)
-    settings, n_kept = Settings(policy, scale), len(policy.keep_fp32)
-    examine = partial(_Trial, full, batch, loss_func, n_kept)
+    settings, examine = Settings(policy, scale), partial(_Trial, full, batch, loss_func)
     first = trial = examine(settings)
     if trial.is_fine:
         return None
-    is_mask = trial.phase == "backward" or "softmax" in trial.found.get("operation", "")
-    if not trial.found.get("is_first", True) and not is_mask:  # an earlier -inf
+    if trial.found["is_late"]:
         trial = examine(settings, is_strict=True)
-    phase, name, found = trial.phase, trial.module, trial.found
-    cause, limit = found.get("cause", "inf or nan"), torch.finfo(policy.dtype).max
+    phase, name, cause = trial.phase, trial.module, trial.found["cause"]
+    limit = torch.finfo(policy.dtype).max
+    top = max((t.abs().max().item() for t in floats(split_batch(batch)[:2])), default=0.0)
     if phase == "input":
         cause = "the batch is inf or nan already"
-    elif phase == "forward" and (columns := _columns_beyond(batch, limit)):
-        phase, cause = "input", f"input columns {columns} are beyond {limit:g}"
+    elif phase == "forward" and top > limit:
+        phase, cause = "input", f"inputs up to {top:.4g} are beyond {limit:g}"
     elif phase == "forward":
         cause = _weight_beyond(full, name, policy) or cause
     fix = None
@@ -266,6 +238,6 @@ def find_overflow(
     else:
         cause += "; in float32 as well: no precision helps"
     kind = type(dict(full.named_modules()).get(name, loss_func)).__name__
-    operation, line = found.get("operation", ""), found.get("line", "")
+    operation, line = trial.found["operation"], trial.found["line"]
     line_of_fix = "" if fix is None else fix.line(settings)
     return Overflow(phase, name, kind, cause, operation, line, line_of_fix, step)
