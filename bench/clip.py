@@ -7,22 +7,19 @@ bfloat16 nothing is scaled, so the check is a separate pass. All ways are timed 
 the median over turns of a way's time divided by `GradScaler`'s in that turn: above 1 is slower.
 """
 
-import argparse
-import json
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from statistics import median
 
 import torch
-from master_step import Params, about
+from common import FLAT, about, in_turn, options, ratio, seconds, table, write
+from master_step import Params
 from torch.nn.utils import clip_grad_norm_
 
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler, any_nonfinite
 
 SIZES = {"24 M in 100 tensors": (100, 240_000), "2,000 tensors of 256": (2000, 256)}
-FLAT = dict(flat_master=True)
 
 
 def make_model(size: str, **settings) -> tuple:  # the model and its optimizer
@@ -77,33 +74,26 @@ def measure(size: str, repeats: int) -> list[dict]:
         "bfloat16's check": unscaled(any_nonfinite, make_model(size)[0]),
         "a check by the norm": unscaled(norm_is_finite, make_model(size)[0]),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 2):
-        for name, (model, prepare, run) in ways.items():
-            model.set_grads()
-            prepare()
-            begin = time.perf_counter()
-            run()
-            times[name] += [time.perf_counter() - begin] * (turn >= 2)
+
+    def clock(model, prepare, run):
+        model.set_grads()
+        prepare()
+        return seconds(run)
+
+    times = in_turn({name: partial(clock, *way) for name, way in ways.items()}, repeats, unused=2)
     rows = []
     for name, own in times.items():
-        ratio = median(a / b for a, b in zip(own, times["GradScaler"], strict=True))
-        rows.append(dict(size=size, way=name, ms=median(own) * 1e3, ratio=ratio))
-        print(f"{size:22} {name:20} {median(own) * 1e3:8.2f} ms  x {ratio:.2f}", flush=True)
+        row = dict(size=size, way=name, ms=median(own) * 1e3)
+        rows.append(row | dict(ratio=ratio(own, times["GradScaler"])))
+    table(rows, "size way ms:.2f ratio:.2f")
     return rows
 
 
 def main() -> None:
     """Measure, print, and write."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--repeats", type=int, default=40)
-    p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--out", type=Path)
-    args = p.parse_args()
-    torch.set_num_threads(args.threads)
+    args = options(__doc__, repeats=40)
     rows = [row for size in SIZES for row in measure(size, args.repeats)]
-    if args.out:
-        args.out.write_text(json.dumps(dict(about=about(), rows=rows), indent=1) + "\n")
+    write(args.out, dict(about=about(), rows=rows))
 
 
 if __name__ == "__main__":

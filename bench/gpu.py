@@ -18,7 +18,6 @@ calls in which the host waits for the device. float32 products use TF32. Batches
 import argparse
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -27,20 +26,15 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
-from datetime import date
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import geometric_mean, mean, median, stdev
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-from networks import GPT, ViT, images, loss_of, words
+from common import FLAT, HALF, InALearner, Loop, about, in_turn, seconds, table, write
+from networks import GPT, ViT, images, words
 from torch import nn
-
-from mixedfp.optimizer import with_masters
 
 HERE = Path(__file__).resolve().parent
 SECONDS = {"tests": 110, "small": 45, "gpt": 85, "vit": 90, "resnet": 150, "curves": 50}
@@ -85,100 +79,42 @@ SMALLEST: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-# training loops
+# ways
 
-FLAT = dict(flat_master=True)
-HALF = FLAT | dict(half_grads=True)
 SMALLEST_MASTERS = HALF | dict(state_dtype={"exp_avg": B16, "exp_avg_sq": B16})
+AUTOCAST, MASTERS = dict(precision="autocast"), dict(precision="bf16")
 WAYS: dict[str, dict] = {
     "float32": {},
-    "autocast": dict(autocast=True),
-    "ours": dict(masters={}),
-    "ours flat": dict(masters=FLAT),
-    "ours half gradients": dict(masters=HALF),
-    "ours smallest": dict(masters=SMALLEST_MASTERS),
-    "autocast compiled": dict(autocast=True, compiled=True),
-    "ours flat compiled": dict(masters=FLAT, compiled=True),
+    "autocast": AUTOCAST,
+    "ours": MASTERS,
+    "ours flat": MASTERS | FLAT,
+    "ours half gradients": MASTERS | HALF,
+    "ours smallest": MASTERS | SMALLEST_MASTERS,
+    "autocast compiled": AUTOCAST | dict(compiled=True),
+    "ours flat compiled": MASTERS | FLAT | dict(compiled=True),
 }
-LEARNERS: dict[str, dict | None] = {
-    "learner float32": None,
-    "learner autocast": dict(autocast=True),
-    "learner flat": dict(masters=FLAT),
+LEARNERS: dict[str, dict] = {
+    "learner float32": {},
+    "learner autocast": AUTOCAST,
+    "learner flat": MASTERS | FLAT,
 }
 
 
-class Loop:
-    """A plain PyTorch loop with fused AdamW, in one of the ways."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: str,
-        autocast: bool = False,
-        masters: dict | None = None,  # settings of `with_masters`, in bfloat16
-        compiled: bool = False,
-    ):
-        self.opt = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-        if masters is not None:
-            model, self.opt = with_masters(model, self.opt, dtype="bf16", **masters)
-        self.model = torch.compile(model) if compiled else model
-        self.context = partial(torch.autocast, device, B16) if autocast else nullcontext
-
-    def forward(self, xs: tuple, y: Any) -> torch.Tensor:
-        """Compute the loss."""
-        with self.context():
-            return loss_of(self.model(*xs), y)
-
-    def update(self) -> None:
-        """Step, and clear the gradients."""
-        self.opt.step()
-        self.opt.zero_grad()
-
-    def step(self, xs: tuple, y: Any) -> torch.Tensor:
-        """Run a whole training step on a batch."""
-        loss = self.forward(xs, y)
-        loss.backward()
-        self.update()
-        return loss.detach()
-
-
-class InALearner:
-    """A fastai `Learner` with fused AdamW that gets batches one by one, with all its events."""
-
-    def __init__(
-        self, model: nn.Module, device: str, autocast: bool = False, masters: dict | None = None
-    ):
-        from fastai.callback.fp16 import AMPMode, MixedPrecision
-        from fastai.callback.progress import ProgressCallback
-        from fastai.learner import Learner, Recorder
+def trained(model: nn.Module, way: str, lr: float = 1e-4) -> Loop | InALearner:
+    """Return the loop of a way, with fused AdamW."""
+    if way in LEARNERS:
         from fastai.optimizer import OptimWrapper
 
-        import mixedfp.callback  # noqa: F401  adds methods to `Learner`
-
-        data: Any = SimpleNamespace(device=torch.device(device))
         opt_func = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
-        self.learn = learn = Learner(data, model, loss_of, opt_func=opt_func, lr=1e-4)
-        learn.remove_cbs([Recorder, ProgressCallback])  # they read data loaders
-        if autocast:
-            learn.add_cb(MixedPrecision(amp_mode=AMPMode.BF16))
-        if masters is not None:
-            learn.to_bf16(**masters)
-        learn.create_opt()
-        learn.opt.set_hypers(lr=1e-4)
-        learn.epoch, learn.n_epoch, learn.n_iter = 0, 1, 1
-        for event in ("before_fit", "before_epoch", "before_train"):
-            learn(event)
-
-    def step(self, xs: tuple, y: Any) -> None:
-        """Run a whole training step on a batch."""
-        self.learn.one_batch(0, (*xs, y))
+        return InALearner(model, opt_func, lr, **LEARNERS[way])
+    return Loop(model, torch.optim.AdamW(model.parameters(), lr, fused=True), **WAYS[way])
 
 
 # measurements
 
 
 class Device:
-    """Measures times, memory and kernels of the device; on a CPU, only times."""
+    """Measures memory and kernels of the device; on a CPU, nothing."""
 
     def __init__(self, name: str):
         self.name, self.is_cuda = name, name == "cuda"
@@ -200,21 +136,6 @@ class Device:
     def peak(self) -> int:
         """Return the peak since `allocated`."""
         return torch.cuda.max_memory_allocated() if self.is_cuda else 0
-
-    def ms(self, f: Callable, n: int = 1) -> float:
-        """Time `n` calls; return milliseconds per call."""
-        if not self.is_cuda:
-            begin = time.perf_counter()
-            for _ in range(n):
-                f()
-            return 1e3 * (time.perf_counter() - begin) / n
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(n):
-            f()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / n
 
     def profile(self, f: Callable) -> dict:
         """Return kernels, waits and the time of the largest kernels in one call."""
@@ -248,10 +169,9 @@ def measure(stage: str, args: argparse.Namespace, out: Path) -> None:
     """Measure the ways for one model, writing each row as soon as it is known."""
     device = Device(args.device)
     build, make_batch = (SMALLEST if args.smallest else MODELS)[stage]
-    ways: dict[str, Any] = dict(WAYS)
+    ways = list(WAYS)
     if stage == "small":
-        ways |= LEARNERS if find_spec("fastai") is not None else {}
-        ways.pop("autocast compiled"), ways.pop("ours flat compiled")
+        ways = [*ways[:-2], *(LEARNERS if find_spec("fastai") is not None else ())]
     torch.manual_seed(0)
     xs, y = make_batch()
     batch = tuple(x.to(args.device) for x in xs), y.to(args.device)
@@ -261,28 +181,27 @@ def measure(stage: str, args: argparse.Namespace, out: Path) -> None:
         for way in new:
             rows[way] = {"model": stage, "way": way, "items": y.numel()}  # tokens or images
             try:
-                step = start(way, ways[way], build, stage, device, batch, rows[way])
+                step = start(way, build, stage, device, batch, rows[way])
                 runs[way] = partial(step, *batch)
             except Exception as e:  # a failing way must not hide the others
-                rows[way]["error"] = f"{type(e).__name__}: {e}"[:600]
-            save(out, list(rows.values()))
+                rows[way]["error"] = f"{type(e).__name__}: {e}"[:200]
+            write(out, list(rows.values()))
         if set(new) & runs.keys():
             take_turns(runs, rows, device, 1 if args.smallest else 5)
-        save(out, list(rows.values()))
+        write(out, list(rows.values()))
     for way, run in runs.items():  # last: profiling slows down launches, even afterwards
         rows[way] |= device.profile(run)
-        save(out, list(rows.values()))
+        write(out, list(rows.values()))
 
 
-def start(way, how, build, stage, device, batch, row) -> Callable:
+def start(way, build, stage, device, batch, row) -> Callable:
     """Build a way and run its first three steps; record their time and memory in `row`."""
     before = device.allocated()
     torch.manual_seed(0)
     model = build().to(device.name).train()
     if stage in ("resnet", "small"):
         model = model.to(memory_format=torch.channels_last)
-    is_learner = way.startswith("learner")
-    run = (InALearner if is_learner else Loop)(model, device.name, **(how or {}))
+    run = trained(model, way)
     begin = time.perf_counter()
     for _ in range(3):
         loss = run.step(*batch)
@@ -290,19 +209,19 @@ def start(way, how, build, stage, device, batch, row) -> Callable:
     row["first_s"] = time.perf_counter() - begin
     row["peak_mib"] = (device.peak() - before) / 2**20
     row["held_mib"] = (device.allocated() - before) / 2**20
-    row["loss"] = None if loss is None else loss.item()
+    row["loss"] = loss.item()
     row["turns_ms"] = []
     return run.step
 
 
 def take_turns(runs: dict, rows: dict, device: Device, n_turns: int) -> None:
     """Time each way in turn, for a quarter of a second each, and record the medians."""
-    for _ in range(n_turns):
-        for way, run in runs.items():
-            times = rows[way]["turns_ms"]
-            once = median(times) if times else device.ms(run)
-            times.append(device.ms(run, 1 if n_turns == 1 else max(1, round(250 / once))))
-            rows[way]["ms"] = median(times)
+    once = {way: seconds(run, device=device.name) for way, run in runs.items()}
+    steps = {way: 1 if n_turns == 1 else max(1, round(0.25 / s)) for way, s in once.items()}
+    clocks = {way: partial(seconds, run, steps[way], device.name) for way, run in runs.items()}
+    for way, own in in_turn(clocks, n_turns).items():
+        rows[way]["turns_ms"] += [1e3 * s for s in own]
+        rows[way]["ms"] = median(rows[way]["turns_ms"])
 
 
 def warm(args: argparse.Namespace, ours: bool) -> None:
@@ -313,7 +232,7 @@ def warm(args: argparse.Namespace, ours: bool) -> None:
         build, make_batch = models[stage]
         xs, y = make_batch()
         batch = tuple(x.to(args.device) for x in xs), y.to(args.device)
-        start(way, WAYS[way], build, stage, Device(args.device), batch, {})
+        start(way, build, stage, Device(args.device), batch, {})
 
 
 def curves(args: argparse.Namespace, out: Path) -> None:
@@ -325,7 +244,7 @@ def curves(args: argparse.Namespace, out: Path) -> None:
         for seed in range(3):
             losses = train_on_text(way, seed, follows, n_steps, args)
             found.append(dict(way=way, seed=seed, losses=losses, last=mean(losses[-20:])))
-            save(out, found)
+            write(out, found)
 
 
 def train_on_text(way, seed, follows, n_steps, args) -> list[float]:
@@ -333,9 +252,7 @@ def train_on_text(way, seed, follows, n_steps, args) -> list[float]:
     torch.manual_seed(seed)
     n_words, n = len(follows), 16 if args.smallest else 128
     model = GPT(n_words, 32, 1, 2, n) if args.smallest else GPT(n_words, 256, 4, 4, n)
-    run = Loop(model.to(args.device), args.device, **WAYS[way])
-    for group in run.opt.param_groups:
-        group["lr"] = 1e-3
+    run = trained(model.to(args.device), way, lr=1e-3)
     text, losses = torch.Generator().manual_seed(100 + seed), []
     for _ in range(n_steps):
         x = generate(follows, 4 if args.smallest else 32, n, text).to(args.device)
@@ -362,7 +279,7 @@ def test(args: argparse.Namespace, out: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "--dist", "worksteal", "-rs"]
     env = os.environ | {"MIXEDFP_TEST_DEVICE": args.device}
     subprocess.run([*command, f"--junitxml={report}", *files], cwd=HERE.parent, env=env)
-    save(out, read_junit(report))
+    write(out, read_junit(report))
 
 
 def read_junit(report: Path) -> dict:
@@ -378,13 +295,6 @@ def read_junit(report: Path) -> dict:
 
 
 # stages
-
-
-def save(out: Path, found: Any) -> None:
-    """Write the results of a stage so far, atomically."""
-    new = out.with_suffix(".new")
-    new.write_text(json.dumps(found))
-    new.replace(out)
 
 
 def run_stage(stage: str, args: argparse.Namespace, out: Path, seconds: float) -> str:
@@ -432,7 +342,7 @@ def run_stages(args: argparse.Namespace, found: dict, out: Path) -> None:
             found["broken_off"][stage] = wrong
         else:
             found["ended"].append(stage)
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        write(out, found)
 
 
 def warm_up(args: argparse.Namespace, what: str, stages: list[str]) -> subprocess.Popen:
@@ -442,14 +352,13 @@ def warm_up(args: argparse.Namespace, what: str, stages: list[str]) -> subproces
     return subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
 
 
-def about(device: str) -> dict:
+def about_gpu(device: str) -> dict:
     """Return the date, the GPU, its driver and the versions."""
-    found = {"date": date.today().isoformat(), "device": device, "driver": None}
-    if device == "cuda":
-        found |= {"device": torch.cuda.get_device_name(), "driver": driver()}
-    found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+    found = {k: v for k, v in about(device).items() if k in ("date", "torch", "python")}
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    found |= {"device": name, "driver": driver() if device == "cuda" else None}
     found["fastai"] = "installed" if find_spec("fastai") else "not installed: learners left out"
-    return found | {"python": platform.python_version()}
+    return found | {"cuda": torch.version.cuda}
 
 
 def driver() -> str | None:
@@ -479,42 +388,33 @@ def show(found: dict) -> None:
         if stage in stages:
             show_rows(stages[stage])
     if "curves" in stages:
-        print("\n| way | last loss, mean of three seeds | spread over seeds |\n|---|---|---|")
-        for way in dict.fromkeys(r["way"] for r in stages["curves"]):
-            last = [r["last"] for r in stages["curves"] if r["way"] == way]
-            spread = f"{stdev(last):.4f}" if len(last) > 1 else ""
-            print(f"| {way} | {mean(last):.4f} | {spread} |")
+        losses: dict[str, list] = {}
+        for r in stages["curves"]:
+            losses.setdefault(r["way"], []).append(r["last"])
+        lines = [
+            dict(way=k, last=mean(v), deviation=stdev(v) if v[1:] else "")
+            for k, v in losses.items()
+        ]
+        table(lines, "way last:.4f deviation:.4f")
     for name, reason in found["broken_off"].items():
         print(f"\ninterrupted: {name}: {reason}")
     show_means(stages)
 
 
-COLUMNS = (
-    "ms, tokens or images per second, × autocast's speed, peak MiB, × autocast's, launches, "
-    "kernels' ms, waits, reads"
-)
-
-
 def show_rows(rows: list[dict]) -> None:
-    """Print the table of a model."""
+    """Print the table of a model; speed and memory are relative to autocast."""
     base: dict = next((r for r in rows if r["way"] == "autocast"), {})
-    print(f"\n| {rows[0]['model']} | {' | '.join(COLUMNS.split(', '))} |\n|{'---|' * 10}")
-    for r in rows:
-        if "ms" not in r:
-            print(f"| {r['way']} | {r.get('error', 'not measured')[:200]} |")
-            continue
-        speed = base.get("ms", 0) / r["ms"]
-        memory = r["peak_mib"] / (base.get("peak_mib") or 1)
-        cells = [f"{r['ms']:.2f}", f"{1e3 * r['items'] / r['ms']:.0f}", f"{speed:.2f}"]
-        cells += [f"{r['peak_mib']:.0f}", f"{memory:.2f}"]
-        kernels = f"{r['device_ms']:.1f}" if "device_ms" in r else ""
-        counts = (
-            r.get("launches", ""),
-            kernels,
-            sum(r.get("waits", {}).values()),
-            r.get("reads", ""),
-        )
-        print(f"| {r['way']} | {' | '.join(map(str, (*cells, *counts)))} |")
+    for r in (r for r in rows if "ms" in r):
+        r["a_second"] = 1e3 * r["items"] / r["ms"]
+        r["speed"] = base.get("ms", 0) / r["ms"]
+        r["memory"] = r["peak_mib"] / (base.get("peak_mib") or 1)
+        r["n_waits"] = sum(r.get("waits", {}).values())
+    print(f"\n{rows[0]['model']}; a second: tokens or images; speed, memory: times autocast's")
+    table(
+        rows,
+        "way ms:.2f a_second:.0f speed:.2f peak_mib:.0f memory:.2f launches device_ms:.1f n_waits "
+        "reads error",
+    )
 
 
 def show_means(stages: dict) -> None:
@@ -557,7 +457,7 @@ def main() -> None:
         return todo.get(args.run, partial(measure, args.run))(args, args.out)
     if args.device == "cpu" and args.out is None:
         parser.error("--device cpu is a trial run: set --out to choose where its file goes")
-    info = about(args.device)
+    info = about_gpu(args.device)
     name = re.sub(r"[^a-z0-9]+", "-", info["device"].lower()).strip("-")
     out = args.out or HERE / "results" / f"gpu-{name}.json"
     found = dict(about=info, stages={}, seconds={}, broken_off={}, ended=[])

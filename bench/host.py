@@ -9,8 +9,6 @@ ways, so only differences between the ways mean something. The network has 196 p
 norms, the optimizer is fused. Medians of many steps, all ways in turn.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,6 +23,7 @@ from simulated_cuda import device  # noqa: E402
 
 # isort: split
 import torch  # noqa: E402
+from common import FLAT, HALF, about, options, table, write  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from mixedfp.optimizer import with_masters  # noqa: E402
@@ -34,10 +33,11 @@ WAYS: dict[str, dict | None] = {  # settings of the masters; None: no masters
     "float32": None,
     "autocast": None,
     "each": {},
-    "flat": dict(flat_master=True),
-    "flat, half gradients": dict(flat_master=True, half_grads=True),
+    "flat": FLAT,
+    "flat, half gradients": HALF,
 }
 STAGES = "forward", "loss", "backward", "step", "zero_grad"
+COLUMNS = "way forward:.2f loss:.2f backward:.2f step:.2f all:.2f launches waits x_autocast:.3f"
 
 
 class Block(nn.Module):
@@ -123,25 +123,16 @@ def measure(n: int) -> dict[str, dict]:
         rows[way] = {**dict(zip(STAGES, medians, strict=True)), "all": whole}
         rows[way] |= dict(launches=counts[way].launches, waits=counts[way].waits)
     for row in rows.values():
-        row["x autocast"] = row["all"] / rows["autocast"]["all"]
+        row["x_autocast"] = row["all"] / rows["autocast"]["all"]
     return rows
 
 
 def main() -> None:
     """Measure, print the table and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", help="a JSON file for the results")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = options(__doc__, steps=200)
     rows = measure(args.steps)
-    columns = list(rows["autocast"])
-    print(f"{'':21}", *(f"{c:>10}" for c in columns))
-    for way, row in rows.items():
-        print(f"{way:21}", *(f"{row[c]:10.4g}" for c in columns))
-    if args.out:
-        about = dict(torch=torch.__version__, steps=args.steps)
-        Path(args.out).write_text(json.dumps(dict(about=about, rows=rows), indent=1))
+    table([dict(way=way) | row for way, row in rows.items()], COLUMNS)
+    write(args.out, dict(about=about(), rows=rows))
 
 
 if __name__ == "__main__":

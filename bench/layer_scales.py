@@ -9,17 +9,15 @@ addition. After training, one batch's gradients are compared with float32 gradie
 (16-bit) weights: a gradient is flushed if it is zero in float16 only.
 """
 
-import argparse
 import copy
-import json
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from itertools import product
 from statistics import mean, median, stdev
 
 import torch
+from common import about, options, table, write
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -226,40 +224,15 @@ def summarize(task: type, mode: str, runs: list[dict]) -> dict:
     }
 
 
-def show(lines: list[dict]) -> None:
-    """Print the table as markdown, and the figures for each layer."""
-    print("| network | mode | accuracy, % | flushed, worst layer | loss scale | skipped |")
-    print("|---|---|---|---|---|---|")
-    for o in lines:
-        worst = f"{max(o['flushed'].values()):.2%}" if o["flushed"] else ""
-        print(
-            f"| {o['network']} | {o['mode']} | {o['accuracy_mean']:.1f} ± {o['accuracy_sd']:.1f} "
-            f"| {worst} | {median(o['loss_scales']):g} | {sum(o['skipped'])} |"
-        )
-    for o in (o for o in lines if o["flushed"]):
-        print(f"\n{o['network']}, {o['mode']}: {o['cpu_seconds']:.1f} CPU seconds per run")
-        for name, share in o["flushed"].items():
-            scale = f", its scale 2**{o['exponents'][name]:g}" if o["exponents"] else ""
-            print(f"  {name}: {share:.2%} flushed{scale}")
-
-
 def main() -> None:
     """Run the benchmark, then write and print the table."""
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--out", type=Path, default=Path("layer_scales.json"))
-    args = p.parse_args()
-    torch.set_num_threads(args.threads)
-    lines = []
-    for task in (Cifar, Digits):
-        for mode in MODES:
-            runs = [train_one(task, mode, seed) for seed in args.seeds]
-            lines.append(summarize(task, mode, runs))
-    about = {"torch": torch.__version__, "machine": platform.machine(), "seeds": args.seeds}
-    whole = json.dumps({**about, "threads": args.threads, "results": lines}, indent=1)
-    args.out.write_text(whole.replace("NaN", "null") + "\n")
-    show(lines)
+    args, rows = options(__doc__, seeds=[0, 1, 2]), []
+    for task, mode in product((Cifar, Digits), MODES):
+        rows.append(summarize(task, mode, [train_one(task, mode, seed) for seed in args.seeds]))
+        write(args.out, about() | {"seeds": args.seeds, "results": rows})
+    worst = [max(o["flushed"].values(), default=0.0) for o in rows]
+    shown = [o | {"flushed": w} for o, w in zip(rows, worst, strict=True)]  # of the worst layer
+    table(shown, "network mode accuracy_mean:.1f accuracy_sd:.1f flushed:.2% cpu_seconds:.1f")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """Count the weights that an optimizer step leaves unchanged, with and without masters.
 
-    python bench/lost_updates.py                   # lesson 1's network and rate: a minute
-    python bench/lost_updates.py --seeds 0 1 2
+    python bench/lost_updates.py --out bench/results/lost_updates.json    # a minute
 
-Needs CIFAR-10 (see `mixedfp.examples.cifar10`). It counts matrices and kernels; with masters, those
-that the optimizer steps. The README plots the result.
+Needs CIFAR-10 (see `mixedfp.examples.cifar10`). The network and rate are lesson 1's. It counts
+matrices and kernels; with masters, those that the optimizer steps. The README plots the result.
 """
 
-import argparse
-import json
-from datetime import date
-from pathlib import Path
+from argparse import Namespace
+from statistics import mean
 
 import torch
+from common import about, options, table, write
 from fastai.callback.core import Callback
 from fastai.metrics import accuracy
 from fastai.torch_core import set_seed
@@ -30,9 +28,7 @@ class LostUpdates(Callback):
 
     def before_fit(self):
         """Find the weights that the optimizer steps."""
-        masters = getattr(self.learn, "mp_cb", None)
-        params = self.model.parameters()
-        self.weights = masters.master_params[0] if masters else [p for p in params if p.ndim > 1]
+        self.weights = [p for p in self.model.parameters() if p.ndim > 1]
         self.losses, self.shares, self.start = [], [], self.copy()
 
     def copy(self):
@@ -57,7 +53,7 @@ class LostUpdates(Callback):
         self.unmoved = self.unchanged(self.start)
 
 
-def train(precision: str, seed: int, args: argparse.Namespace) -> dict:
+def train(precision: str, seed: int, args: Namespace) -> dict:
     """Train once, and return the results."""
     set_seed(seed)
     dls = cifar10(n_train=args.n_train, n_valid=args.n_valid, bs=64, device="cpu", seed=seed)
@@ -74,23 +70,11 @@ def train(precision: str, seed: int, args: argparse.Namespace) -> dict:
 
 def main() -> None:
     """Train each precision with each seed, and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=0.001)
-    parser.add_argument("--n-train", type=int, default=2000)
-    parser.add_argument("--n-valid", type=int, default=500)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/lost_updates.json"))
-    args = parser.parse_args()
-    about = {k: v for k, v in vars(args).items() if k not in ("out", "seeds")}
-    about = {"date": f"{date.today()}", "torch": torch.__version__} | about
-    results = []
-    for seed in args.seeds:
-        for name in PRECISIONS:
-            results.append(r := train(name, seed, args))
-            lost = sum(r["lost"]) / len(r["lost"])
-            print(f"{name}, seed {seed}: {lost:.1%} lost, accuracy {r['accuracy']:.1%}", flush=True)
-            args.out.write_text(json.dumps({"about": about, "results": results}) + "\n")
+    args = options(__doc__, seeds=[0], epochs=2, lr=0.001, n_train=2000, n_valid=500)
+    given = {k: getattr(args, k) for k in ("epochs", "lr", "n_train", "n_valid")}
+    results = [train(name, seed, args) for seed in args.seeds for name in PRECISIONS]
+    table([r | {"lost": mean(r["lost"])} for r in results], "precision seed lost:.1% accuracy:.1%")
+    write(args.out, {"about": about() | given, "results": results})
 
 
 if __name__ == "__main__":

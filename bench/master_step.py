@@ -8,17 +8,13 @@ of the same shapes; each time is the fastest turn, which is least disturbed by o
 By hand: 16-bit gradients are copied to float32, the masters are stepped and copied back.
 """
 
-import argparse
-import json
-import os
-import platform
-import time
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
+from functools import partial
+from itertools import product
 from statistics import median
 
 import torch
+from common import FLAT, HALF, about, in_turn, options, seconds, table, write
 from torch import nn
 
 from mixedfp.optimizer import with_masters
@@ -30,17 +26,17 @@ SIZES = {  # name: (number of tensors, numbers per tensor)
     "86 M": (150, 573_440),
 }
 OPTIMIZERS = {
-    "adamw": lambda params, **how: torch.optim.AdamW(params, 1e-3, **how),
-    "sgd": lambda params, **how: torch.optim.SGD(params, 1e-3, momentum=0.9, **how),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
 }
 FOREACH, FUSED = dict(foreach=True), dict(fused=True)
 OURS = {  # name: (settings of the optimizer, settings of with_masters)
     "ours": ({}, {}),
     "ours foreach": (FOREACH, {}),
     "ours fused": (FUSED, {}),
-    "ours flat": ({}, dict(flat_master=True)),
-    "ours flat fused": (FUSED, dict(flat_master=True)),
-    "ours flat, half gradients": ({}, dict(flat_master=True, half_grads=True)),
+    "ours flat": ({}, FLAT),
+    "ours flat fused": (FUSED, FLAT),
+    "ours flat, half gradients": ({}, HALF),
 }
 
 
@@ -62,12 +58,6 @@ class Params(nn.Module):
             p.grad = torch.randn_like(p, dtype=p.grad_dtype or p.dtype)
 
 
-def plain(model: Params, make: Callable) -> Callable[[], None]:
-    """Return a step in float32."""
-    model.set_grads()
-    return make(model.parameters()).step
-
-
 def by_hand(model: Params, make: Callable) -> Callable[[], None]:
     """Return a step with hand-written masters."""
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
@@ -86,79 +76,38 @@ def by_hand(model: Params, make: Callable) -> Callable[[], None]:
     return step
 
 
-def ours(model: Params, make: Callable, settings: dict) -> Callable[[], None]:
-    """Return our step; as in the other ways, gradients are not checked."""
+def ours(model: Params, make: Callable, settings: dict | None) -> Callable[[], None]:
+    """Return our step, or None's, in float32; as in the other ways, gradients are not checked."""
     opt = make(model.parameters())
-    with_masters(model, opt, dtype="bf16", skip_nonfinite=False, **settings)
+    if settings is not None:
+        with_masters(model, opt, dtype="bf16", skip_nonfinite=False, **settings)
     model.set_grads()
     return opt.step
 
 
-def steps_of(size: str, optimizer: str, device: str) -> dict[str, Callable[[], None]]:
-    """Return the step of each way."""
-    make, new = OPTIMIZERS[optimizer], lambda: Params(*SIZES[size]).to(device)
-    steps = {"float32": plain(new(), make)}
-    for name, how in (("foreach", FOREACH), ("fused", FUSED)):
-        steps[f"by hand {name}"] = by_hand(new(), lambda ps, how=how: make(ps, **how))
-    for name, (how, settings) in OURS.items():
-        steps[name] = ours(new(), lambda ps, how=how: make(ps, **how), settings)
-    return steps
-
-
-def measure(size: str, optimizer: str, repeats: int, device: str) -> list[dict]:
+def measure(size: str, optimizer: str, repeats: int) -> list[dict]:
     """Time all ways in turn."""
-    steps = steps_of(size, optimizer, device)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 2):
-        for name, step in steps.items():
-            begin = time.perf_counter()
-            step()
-            if device != "cpu":
-                torch.accelerator.synchronize()
-            times[name] += [time.perf_counter() - begin] * (turn >= 2)
-    base = min(times["by hand fused"])
-    rows = []
-    for name, found in times.items():
-        row = dict(size=size, optimizer=optimizer, way=name, ms=min(found) * 1e3)
-        rows.append(row | dict(median_ms=median(found) * 1e3, ratio=min(found) / base))
-        print(f"{size:14} {optimizer:6} {name:32} {row['ms']:8.2f} ms  x {min(found) / base:.2f}")
+    make, new = OPTIMIZERS[optimizer], partial(Params, *SIZES[size])
+    steps = {"float32": ours(new(), make, None)}
+    for name, how in (("foreach", FOREACH), ("fused", FUSED)):
+        steps[f"by hand {name}"] = by_hand(new(), partial(make, **how))
+    for name, (how, settings) in OURS.items():
+        steps[name] = ours(new(), partial(make, **how), settings)
+    clocks = {name: partial(seconds, step) for name, step in steps.items()}
+    rows, times = [], in_turn(clocks, repeats, unused=2)
+    for name, own in times.items():
+        row = dict(size=size, optimizer=optimizer, way=name, ms=min(own) * 1e3)
+        row |= dict(median_ms=median(own) * 1e3, ratio=min(own) / min(times["by hand fused"]))
+        rows.append(row)
+    table(rows, "size optimizer way ms:.2f ratio:.2f")
     return rows
-
-
-def about() -> dict:
-    """Return the conditions of the measurement."""
-    return dict(
-        date=str(date.today()),
-        torch=torch.__version__,
-        cpu=cpu_name(),
-        capability=torch.backends.cpu.get_cpu_capability(),
-        threads=torch.get_num_threads(),
-        load=round(os.getloadavg()[0], 1),
-    )
-
-
-def cpu_name() -> str:
-    """Return the processor's name."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    named = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor()
 
 
 def main() -> None:
     """Measure, print, and write."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
-    p.add_argument("--repeats", type=int, default=8)
-    p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--out", type=Path)
-    args = p.parse_args()
-    torch.set_num_threads(args.threads)
-    pairs = [(s, o) for s in args.sizes for o in OPTIMIZERS]
-    rows = [row for s, o in pairs for row in measure(s, o, args.repeats, args.device)]
-    if args.out:
-        args.out.write_text(json.dumps(dict(about=about(), rows=rows), indent=1) + "\n")
+    args = options(__doc__, sizes=list(SIZES), repeats=8)
+    rows = [row for s, o in product(args.sizes, OPTIMIZERS) for row in measure(s, o, args.repeats)]
+    write(args.out, dict(about=about(), rows=rows))
 
 
 if __name__ == "__main__":

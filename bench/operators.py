@@ -7,19 +7,15 @@ Forward and backward together. The third mode casts a 16-bit operator's inputs t
 in float32 and rounds the result. A star marks where that is clearly faster than 16 bits, as for
 attention at most sizes (`mixedfp.cast.slow_attention`). The three modes are timed in turn, so that
 other load on the machine slows all of them down; reported are medians and the spread from the first
-to the third quartile. On a busy machine, OMP_NUM_THREADS=1 gives better figures.
+to the third quartile.
 """
 
-import argparse
-import json
-import platform
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
+from common import about, in_turn, options, ratio, seconds, spread, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -40,7 +36,7 @@ def attention_cases() -> list[Case]:
     return [
         *cases,
         ("attention, causal", partial(attend, is_causal=True), [text] * 3),
-        ("attention, float mask", attend_masked, [*[text] * 3, (256, 256)]),
+        ("attention, float mask", attend, [*[text] * 3, (256, 256)]),
         ("attention, dropout", partial(attend, dropout_p=0.1), [image] * 3),
         ("attention, one query", attend, [(8, 1, 6, 64), *[(8, 512, 6, 64)] * 2]),
     ]
@@ -49,12 +45,8 @@ def attention_cases() -> list[Case]:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **kwargs) -> Tensor:
     """Apply attention to tensors as linear layers return them: batch, tokens, heads, size."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = None if mask is None else mask.detach()  # not a parameter, like a padding mask
     return F.scaled_dot_product_attention(q, k, v, mask, **kwargs)
-
-
-def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Apply attention with a mask that is not a parameter, like a padding mask."""
-    return attend(q, k, v, mask.detach())
 
 
 def picture_cases() -> list[Case]:
@@ -113,21 +105,20 @@ def text_cases(device: str) -> list[Case]:
         ("mean over tokens", partial(torch.mean, dim=1), [tokens]),
         ("add", torch.add, [tokens, tokens]),
         ("cat", lambda a, b: torch.cat([a, b], -1), [tokens, tokens]),
-        ("lstm", lstm, [(64, 32, 256), (1024, 256), (1024, 256), (1024,), (1024,)]),
-        ("gru", gru, [(64, 32, 256), (768, 256), (768, 256), (768,), (768,)]),
+        (
+            "lstm",
+            partial(recurrent, "lstm"),
+            [(64, 32, 256), (1024, 256), (1024, 256), (1024,), (1024,)],
+        ),
+        ("gru", partial(recurrent, "gru"), [(64, 32, 256), (768, 256), (768, 256), (768,), (768,)]),
     ]
 
 
-def lstm(x: Tensor, *weights: Tensor) -> Tensor:
-    """Compute a layer over a whole sequence, in training, without dropout."""
+def recurrent(kind: str, x: Tensor, *weights: Tensor) -> Tensor:
+    """Compute an LSTM or GRU layer over a whole sequence, in training, without dropout."""
     h = x.new_zeros(1, x.shape[1], weights[1].shape[1])
-    return torch.lstm(x, (h, h), weights, True, 1, 0.0, True, False, False)[0]
-
-
-def gru(x: Tensor, *weights: Tensor) -> Tensor:
-    """Compute a layer over a whole sequence, in training, without dropout."""
-    h = x.new_zeros(1, x.shape[1], weights[1].shape[1])
-    return torch.gru(x, h, weights, True, 1, 0.0, True, False, False)[0]
+    state = (h, h) if kind == "lstm" else h
+    return getattr(torch, kind)(x, state, weights, True, 1, 0.0, True, False, False)[0]
 
 
 def make_ways(case: Case, device: str, dtype: torch.dtype) -> list[Callable[[], None]]:
@@ -154,99 +145,37 @@ def forward_and_backward(f: Callable, tensors: list[Tensor], grad: Tensor) -> No
     torch.autograd.grad(f(*tensors), tensors, grad, allow_unused=True)
 
 
-def seconds(way: Callable[[], None], device: str) -> float:
-    """Return the time that `way` takes, including the device's work."""
-    wait = torch.cuda.synchronize if device == "cuda" else int
-    wait()
-    start = time.perf_counter()
-    way()
-    wait()
-    return time.perf_counter() - start
-
-
 def measure(case: Case, device: str, dtype: torch.dtype, budget: float) -> dict:
     """Time the three modes in turn for `budget` seconds, but at least 5 turns."""
-    ways = make_ways(case, device, dtype)
-    turn = sum(seconds(way, device) for way in ways)  # also a warm-up
+    ways = zip(WAYS, make_ways(case, device, dtype), strict=True)
+    clocks = {name: partial(seconds, way, device=device) for name, way in ways}
+    turn = sum(clock() for clock in clocks.values())  # also a warm-up
     n = min(max(5, int(budget / turn)), 100)
-    times = [[seconds(way, device) for way in ways] for _ in range(n)]
+    times = in_turn(clocks, n)
+    full, half, through = times.values()
     row = {"operator": case[0], "shape": list(case[2][0]), "turns": n}
-    for name, own in zip(WAYS, zip(*times, strict=True), strict=True):
+    for name, own in times.items():
         row[name] = {"ms": 1e3 * median(own), "spread": spread(own)}
-    row["speed of 16 bits"] = median(fp32 / half for fp32, half, _ in times)
-    row["gain"] = median(half / through for _, half, through in times)
-    row["gain's spread"] = spread([half / through for _, half, through in times])
+    row |= {"speed of 16 bits": ratio(full, half), "gain": ratio(half, through)}
+    row["gain's spread"] = spread([a / b for a, b in zip(half, through, strict=True)])
     return row
 
 
-def spread(values: list[float]) -> float:
-    """Return the interquartile range as a share of the median."""
-    first, middle, third = quantiles(values, n=4)
-    return (third - first) / middle
-
-
-HEADER = (
-    f"{'operator':24}{'shape':>20}{'fp32':>9}{'16 bits':>9}{'through':>9}  ms"
-    f"{'speed':>8}{'gain':>7}"
-)
-
-
-def show(row: dict) -> str:
-    """Return a row of the table, with a star if going through float32 is clearly faster."""
-    shape = "×".join(map(str, row["shape"]))
-    times = "".join(f"{row[way]['ms']:9.2f}" for way in WAYS)
-    star = " *" if row["gain"] > 1.1 + row["gain's spread"] / 2 else ""
-    return (
-        f"{row['operator']:24}{shape:>20}{times}    {row['speed of 16 bits']:8.2f}"
-        f"{row['gain']:7.2f}{star}"
-    )
-
-
-def describe(device: str, dtype: torch.dtype) -> dict:
-    """Describe the hardware and software."""
-    on_gpu = device == "cuda"
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "dtype": str(dtype),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if on_gpu else processor(),
-        "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "bf16 instructions": torch.cpu._is_avx512_bf16_supported(),
-        "bf16 tiles": torch.cpu._is_amx_tile_supported(),
-    }
-
-
-def processor() -> str:
-    """Return the processor's name, if the system provides it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
-    """Measure, printing one row at a time."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument("--only", default="", help="only operators whose name contains this")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds for each operator")
-    args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
+    """Measure, print and write."""
+    args = options(__doc__, device="cpu", dtype="bfloat16", only="", budget=1.0)
+    dtype, rows = getattr(torch, args.dtype), []
     torch.manual_seed(0)
-    result = {**describe(args.device, dtype), "rows": []}
-    print({k: v for k, v in result.items() if k != "rows"})
-    print(HEADER)
     for case in [*attention_cases(), *picture_cases(), *text_cases(args.device)]:
         if args.only in case[0]:
-            result["rows"].append(measure(case, args.device, dtype, args.budget))
-            print(show(result["rows"][-1]), flush=True)
-    print("speed: of 16 bits relative to fp32; gain: of going through fp32 over 16 bits")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+            rows.append(row := measure(case, args.device, dtype, args.budget))
+            times = ", ".join(f"{row[way]['ms']:.2f}" for way in WAYS)
+            star = " *" if row["gain"] > 1.1 + row["gain's spread"] / 2 else ""
+            shape = "×".join(map(str, row["shape"]))
+            print(f"{case[0]:24}{shape:>18} {times} ms, gain {row['gain']:.2f}{star}", flush=True)
+    tiles = torch.cpu._is_amx_tile_supported()
+    instructions = {"bf16 instructions": torch.cpu._is_avx512_bf16_supported(), "bf16 tiles": tiles}
+    write(args.out, about(args.device) | {"dtype": str(dtype)} | instructions | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Counts launches, waits, bytes and peak memory of a training step, without a GPU.
 
-    python bench/traffic.py                     # writes bench/results/traffic.json, 2 minutes
+    python bench/traffic.py --out bench/results/traffic.json    # 2 minutes
 
 PyTorch's CUDA code runs on a simulated runtime (`tests/simulated_cuda`), which counts the kernels
 it launches; no kernel computes anything. Products, convolutions and attention are in libraries that
@@ -10,10 +10,8 @@ peak is that of the memory allocated by PyTorch. The third step is counted, from
 its end, with fused AdamW.
 """
 
-import argparse
 import contextlib
 import gc
-import json
 import sys
 from datetime import date
 from functools import partial
@@ -27,6 +25,7 @@ from simulated_cuda import device  # noqa: E402
 
 # isort: split
 import torch  # noqa: E402
+from common import FLAT, HALF, options, table, write  # noqa: E402
 from networks import LM, ViT, images, loss_of, words  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -35,15 +34,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 from mixedfp.optimizer import with_masters  # noqa: E402
 
 B16 = torch.bfloat16
-FLAT = dict(flat_master=True)
-SMALL = FLAT | dict(half_grads=True)
 STATES = dict(state_dtype={"exp_avg": B16, "exp_avg_sq": B16})
 MODES: dict[str, dict | None] = {  # settings of the masters; None: no masters
     "autocast": None,
     "a master each": {},
     "flat": FLAT,
-    "flat, half gradients": SMALL,
-    "flat, half gradients, 16-bit states": SMALL | STATES,
+    "flat, half gradients": HALF,
+    "flat, half gradients, 16-bit states": HALF | STATES,
 }
 
 
@@ -215,21 +212,13 @@ def block(mode: str) -> dict[str, str]:
 
 def main() -> None:
     """Count all models in all modes, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "traffic.json")
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = []
-    for name in chosen.models:
-        for mode in MODES:
-            rows.append(count(name, mode))
-            print(*(f"{k} {v}" for k, v in rows[-1].items()), sep=", ", flush=True)
+    args = options(__doc__, models=list(MODELS))
+    rows = [count(name, mode) for name in args.models for mode in MODES]
+    table(rows, " ".join(rows[0]))
     blocks = {mode: block(mode) for mode in BLOCKS}
     about = dict(date=date.today().isoformat(), torch=torch.__version__)
-    chosen.out.write_text(json.dumps(dict(about=about, block=blocks, rows=rows), indent=1) + "\n")
+    write(args.out, dict(about=about, block=blocks, rows=rows))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    main()

@@ -5,36 +5,22 @@
 `cProfile` counts calls; the time that it adds to each call is measured and subtracted. A package's
 Python time is that of its functions, including the built-in C functions and the operators that they
 use. The rest of a step, timed without the profiler, is in PyTorch's C code: *kernels*, also ours,
-such as the copies of a chunk. `not_emulating` is ours without `engine.in_float32`, which is needed
-only on a CPU without fast 16-bit products. Models and batches are the same as in train_step.py.
+such as the copies of a chunk. Models, batches and ways are the same as in train_step.py.
 """
 
-import argparse
 import gc
-import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from cProfile import Profile
-from functools import partial
-from pathlib import Path
 from pstats import Stats
 from statistics import median
-from unittest.mock import patch
 
-import torch
-import train_step as ts
+from common import about, options, seconds, table, write
+from train_step import MODELS, make
 
-from mixedfp.engine.in_float32 import InFloat32
-
-FULL = {"flat_master": True, "dtype": torch.float32}
-RUNS = {  # in float32 ours does everything except rounding
-    "loop float32": ts.Way(partial(ts.ours, torch.float32, ts.flat)),
-    "loop bfloat16": ts.WAYS["bf16-flat"],
-    "Learner float32": ts.Way(partial(ts.ours_in_fastai, "to_fp16", FULL)),
-    "Learner bfloat16": ts.WAYS["learn-bf16-flat"],
-}
+WAYS = {"loop bfloat16": "bf16-flat", "Learner bfloat16": "learn-bf16-flat"}
 PACKAGES = {"/mixedfp/": "ours", "/fastai/": "fastai", "/fastcore/": "fastai", "/torch/": "torch"}
-COLUMNS = "ms kernels_% ours_% fastai_% torch_% ours_us not_emulating_us fastai_us torch_us".split()
 
 
 def owner(function: tuple) -> str:
@@ -64,56 +50,38 @@ def added_by_profiler(n: int = 200_000) -> tuple[float, float]:
     return times["nothing"] / n, max(0.0, times["repeat"] - real) / n
 
 
-def count(run: object, batch: tuple, n: int, args: argparse.Namespace) -> tuple[Counter, Counter]:
-    """Profile `n` steps; return microseconds per step by package, and ours by function."""
-    packages, functions, profile = Counter(), Counter(), Profile()
-    profile.runcall(ts.seconds, run, batch, n, args)
+def count(step: Callable, n: int, added: tuple[float, float]) -> Counter:
+    """Profile `n` steps; return microseconds per step by package."""
+    packages, profile = Counter(), Profile()
+    profile.runcall(seconds, step, n)
     for callee, (_, _, _, _, callers) in Stats(profile).stats.items():
         for caller, (_, calls, own, _) in callers.items():
             who = callee if owner(callee) else caller  # for `zip`: its caller
-            for f, s in ((who, own - calls * args.added[0]), (caller, -calls * args.added[1])):
-                packages[owner(f)] += 1e6 * s / n
-                if owner(f) == "ours":
-                    functions[f"{f[0].rpartition('/mixedfp/')[2]}:{f[2]}"] += 1e6 * s / n
-    return packages, functions
+            packages[owner(who)] += 1e6 * (own - calls * added[0]) / n
+            packages[owner(caller)] -= 1e6 * calls * added[1] / n
+    return packages
 
 
-def measure(model: str, name: str, args: argparse.Namespace) -> dict:
+def measure(model: str, way: str, at_most: float, added: tuple[float, float]) -> dict:
     """Time steps, then profile the same number."""
     gc.collect()  # an optimizer is a reference cycle, even PyTorch's
-    run, batch = ts.make_run(ts.TASKS["small"][model], RUNS[name], args)
-    n = max(3, min(50, round(args.seconds / ts.seconds(run, batch, 3, args))))
-    step = 1e6 * median(ts.seconds(run, batch, 1, args) for _ in range(n))
-    packages, functions = count(run, batch, n, args)
-    row = {"model": model, "way": name, "ms": step / 1e3}
-    row["kernels_%"] = 100 - 100 * (sum(packages.values()) - packages["kernels"]) / step
-    for k in ("ours", "fastai", "torch"):
-        row |= {f"{k}_us": packages[k], f"{k}_%": 100 * packages[k] / step}
-    batch = tuple(x[:2] for x in batch[0]), batch[1][:2]  # PyTorch's own 16-bit kernels are slow
-    with patch.multiple(InFloat32, __enter__=lambda *_: None, __exit__=lambda *_: None):
-        ts.seconds(run, batch, 2, args)
-        row["not_emulating_us"] = count(run, batch, 5, args)[0]["ours"]
-    return row | {"top_us": dict(functions.most_common(6))}
+    step, _ = make(model, WAYS[way])
+    n = max(3, min(50, round(at_most / seconds(step, 3))))
+    whole = 1e6 * median(seconds(step) for _ in range(n))
+    packages = count(step, n, added)
+    row = {"model": model, "way": way, "ms": whole / 1e3}
+    row["kernels_%"] = 100 - 100 * (sum(packages.values()) - packages["kernels"]) / whole
+    for name in ("ours", "fastai", "torch"):
+        row |= {f"{name}_us": packages[name], f"{name}_%": 100 * packages[name] / whole}
+    return row
 
 
 def main() -> None:
     """Measure, print, and write."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--models", nargs="*", default=list(ts.TASKS["small"]))
-    p.add_argument("--opt", default="adamw", choices=ts.OPTIMIZERS)
-    p.add_argument("--seconds", type=float, default=2.0, help="of each way, at most 50 steps")
-    p.add_argument("--out", type=Path)
-    p.set_defaults(size="small", device="cpu", fused=False, threads=1, repeats=1)
-    args, rows = p.parse_args(namespace=argparse.Namespace(added=added_by_profiler())), []
-    ts.prepare(args)
-    print(f"| model | way | {' | '.join(COLUMNS)} |\n" + "|---" * (2 + len(COLUMNS)) + "|")
-    for model in args.models:
-        for name in RUNS:
-            rows.append(measure(model, name, args))
-            cells = " | ".join(f"{rows[-1][k]:,.1f}" for k in COLUMNS)
-            print(f"| {model} | {name} | {cells} |", flush=True)
-    if args.out:
-        args.out.write_text(json.dumps({**ts.about(args), "rows": rows}, indent=1) + "\n")
+    args, added = options(__doc__, models=list(MODELS), seconds=2.0), added_by_profiler()
+    rows = [measure(m, way, args.seconds, added) for m in args.models for way in WAYS]
+    table(rows, "model way ms:.1f kernels_%:.1f ours_%:.1f fastai_%:.1f torch_%:.1f ours_us:.0f")
+    write(args.out, about() | {"rows": rows})
 
 
 if __name__ == "__main__":

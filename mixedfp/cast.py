@@ -87,19 +87,16 @@ class WrappedForward:
     @classmethod
     def remove(cls, module: nn.Module) -> None:
         "Remove all wrappers of this class from `module.forward`, including nested ones."
-        outer: Any = module
-        found = vars(module).get("forward")
-        while isinstance(found, WrappedForward):
-            if not isinstance(found, cls):
-                outer = found
-            elif outer is module:
-                module.forward = found.own
-            else:
-                outer.own = outer.__wrapped__ = found.own
-            found = found.own
-        own = getattr(vars(module).get("forward"), "__func__", None)
-        if own is not None and own is getattr(type(module), "forward", None):
-            del module.forward
+        others, own = [], vars(module).pop("forward", None)
+        while isinstance(own, WrappedForward):
+            others += [own] * (not isinstance(own, cls))
+            own = own.own
+        function = getattr(own, "__func__", None)
+        if own is not None and (function is None or function is not type(module).forward):
+            module.forward = own
+        for wrapper in reversed(others):
+            wrapper.own = wrapper.__wrapped__ = module.forward
+            module.forward = wrapper
 
 # %% ../nbs/04_cast.ipynb #db4067a0
 class FloatForward(WrappedForward):
@@ -154,16 +151,16 @@ def kept_parts(
     every = model.named_modules, model.named_parameters, model.named_buffers
     named = [pair for find in every for pair in find(remove_duplicate=False)]
     for pattern in as_patterns(keep_fp32):
-        if isinstance(pattern, str):
-            matching = {part for name, part in named if fnmatchcase(name, pattern)}
-        else:
-            matching = {m for m in model.modules() if isinstance(m, pattern)}
+        is_name = isinstance(pattern, str)
+        matching = {
+            part for name, part in named
+            if (fnmatchcase(name, pattern) if is_name else isinstance(part, pattern))
+        }
         if not matching:
             names = [name for name, _ in model.named_modules() if name]
             raise ValueError(
                 f"`keep_fp32`: {pattern!r} matches no module, parameter or buffer of "
-                f"{type(model).__name__}, whose modules are {', '.join(names[:8])}"
-                f"{', ...' if len(names) > 8 else ''}"
+                f"{type(model).__name__}, whose {len(names)} modules begin with {names[:8]}"
             )
         kept |= matching
     found.update(t for t in kept if isinstance(t, Tensor))

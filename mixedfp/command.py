@@ -25,23 +25,14 @@ PRECISIONS = {
 }
 
 # %% ../nbs/16_command.ipynb #742acc6e
-def _precisions(text: str) -> list[str]:
-    """Return the comma-separated names in `text`. Raises: ArgumentTypeError."""
-    names = [name.strip() for name in text.split(",")]
-    if len(set(names) & set(PRECISIONS)) != len(names):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected one or more different ones of {', '.join(PRECISIONS)}")
-    return names
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
+def _parser():
+    "Return the parser of the command's arguments."
     names = "\n".join(f"  {name:<14} {text}" for name, text in PRECISIONS.items())
     parser = argparse.ArgumentParser(
         prog="mixedfp_compare",
         description="Train one model from one seed in several precisions, and compare.",
         epilog=f"precisions:\n{names}\n\nexample: mixedfp_compare --data cifar10 --n-train 0 "
-        "--model resnet18 --precisions fp32,bf16-flat",
+        "--model resnet18 --precisions fp32 bf16-flat",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -50,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         kwargs = {"type": str if default is None else type(default)} | kwargs
         parser.add_argument(f"--{name}", help=help + shown, default=default, **kwargs)  # pyright: ignore
 
-    add("precisions", "comma-separated; default: all that are fast here", type=_precisions)
+    add("precisions", "default: all that are fast here", choices=PRECISIONS, nargs="+", metavar="P")
     add("data", "photos: no download; cifar10: from $CIFAR10_PATH, or downloaded", "photos",
         choices=("photos", "cifar10"))
     add("model", "darknet, darknet-small, or a classifier from torchvision", "darknet")
@@ -86,5 +77,3 @@ def main(
         run_command(settings)
     except (ValueError, OSError, RuntimeError, AssertionError) as e:  # PyTorch's, of a device
         parser.error(str(e))
-    except KeyboardInterrupt:
-        parser.exit(130, "interrupted before the first run had ended\n")

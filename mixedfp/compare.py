@@ -135,8 +135,8 @@ def results_table(
     return table.dropna(axis=1, how="all")  # pyright: ignore
 
 # %% ../nbs/18_compare.ipynb #50ddc6e8
-def _color(precision: str) -> str:
-    """Return the colour of the number format of `precision`, the same in all figures."""
+def _color(precision):
+    "Return the colour of the number format of `precision`, the same in all figures."
     formats = {"pure": "no masters", "bf16": "bfloat16", "fp16": "float16", "": "float32"}
     return COLORS[next(name for part, name in formats.items() if part in precision)]
 
@@ -180,22 +180,16 @@ def run_command(
     get_model = MODELS.get(s.model) or torchvision.models.get_model_builder(s.model)
     get_dls = partial(photos if s.data == "photos" else cifar10, bs=s.bs, device=device,
                       n_train=s.n_train or None, n_valid=s.n_valid or None)
-    precisions = s.precisions or list(PRECISIONS)
+    precisions, results = s.precisions or list(PRECISIONS), []
     if not s.precisions and not has_arithmetic(device, torch.bfloat16):
         precisions.remove("autocast-bf16")
         print("autocast-bf16 is left out: this CPU has no fast bfloat16 products, and a step can "
               "take 20 times as long as in float32; --precisions includes it", flush=True)
-    results = []
-    try:
-        for seed, precision in product(range(s.seed, s.seed + s.seeds), precisions):
-            run = train_once(precision, get_dls, get_model, s.opt, s.epochs, s.lr, seed)
-            results.append(run)
-            print(f"{precision}, seed {seed}: validation loss {run.valid_loss:.3f}, "
-                  f"accuracy {run.accuracy:.1%}", flush=True)
-    except KeyboardInterrupt:
-        if not results:
-            raise
-        print("interrupted: the results so far are written", flush=True)
+    for seed, precision in product(range(s.seed, s.seed + s.seeds), precisions):
+        run = train_once(precision, get_dls, get_model, s.opt, s.epochs, s.lr, seed)
+        results.append(run)
+        print(f"{precision}, seed {seed}: validation loss {run.valid_loss:.3f}, "
+              f"accuracy {run.accuracy:.1%}", flush=True)
     machine = (f"{device}, {torch.get_num_threads()} thread(s), "
                f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
     what = f"{s.model} on {s.data}, {s.opt} at {s.lr:g}, {s.epochs} epochs"
@@ -207,5 +201,3 @@ def run_command(
     whole = dict(settings=vars(s), machine=machine, results=[*map(vars, results)])
     pd.Series(whole).to_json(f"{path}.json", double_precision=15, indent=1)
     print(*(f"{path}.{kind}" for kind in ("csv", "png", "json")), sep="\n")
-    if len(results) < s.seeds * len(precisions):
-        raise SystemExit(130)  # as after any Ctrl-C

@@ -8,7 +8,7 @@ __all__ = ['CIFAR10_CLASSES', 'image_dls', 'cifar10', 'photos', 'conv_layer', 'R
 # %% ../nbs/17_examples.ipynb #8d6be58f
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from fastai.data.external import fastai_path
 from fastai.vision import all as vision
-from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 # %% ../nbs/17_examples.ipynb #e407938b
-def _flip_crop(x: Tensor, rng: np.random.Generator, pad: int = 4) -> Tensor:
-    """Return `x` `(b, c, h, w)` with every image padded, cropped and flipped at random."""
+def _flip_crop(x, rng, pad=4):
+    "Return `x` `(b, c, h, w)` with every image padded, cropped and flipped at random."
     b, _, *size = x.shape
     rows, columns = (rng.integers(0, 2 * pad + 1, b) for _ in size)
     is_flipped = rng.random(b) < 0.5
@@ -31,38 +30,32 @@ def _flip_crop(x: Tensor, rng: np.random.Generator, pad: int = 4) -> Tensor:
     out[is_flipped] = out[is_flipped, ..., ::-1]
     return torch.from_numpy(out)
 
-# %% ../nbs/17_examples.ipynb #8f07c72e
-class _AsImage(vision.Transform):
-    """Convert a path, array, image or tensor to a `uint8` `(3, size, size)` `TensorImage`."""
-
-    input_types = (str, Path, Image.Image, np.ndarray, Tensor)  # inputs of `predict`
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size = (size, size)
-
-    def encodes(self, o):
-        if not isinstance(o, Tensor):
-            image = ImageOps.fit(vision.PILImage.create(o), self.size, Image.Resampling.BILINEAR)
-            o = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-        return vision.TensorImage(o)
-
 # %% ../nbs/17_examples.ipynb #3fa1a76a
-class _MemoryDL(vision.TfmdDL):
-    """A `TfmdDL` that gathers batches from memory, flipped and cropped if it shuffles."""
+class _Images:
+    "Images in memory and their labels."
 
-    def __init__(self, dataset, x: Tensor | None = None, y: Tensor | None = None, **kwargs):
-        self.x, self.y = x, y
-        super().__init__(dataset, **kwargs)
+    loss_func = vision.CrossEntropyLossFlat()
+
+    def __init__(self, x, y, vocab):
+        self.x, self.y, self.vocab, self.c = x, y, list(vocab), len(vocab)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):  # one or, as a tensor, several
+        return vision.TensorImage(self.x[i]), vision.TensorCategory(self.y[i])
+
+    def decode(self, pair, full=True):  # for `show_batch`
+        return pair[0], vision.Category(self.vocab[pair[1]])
+
+
+class _MemoryDL(vision.TfmdDL):
+    "Gathers batches of `_Images`, flipped and cropped at random if it shuffles."
 
     def create_batches(self, samps):
-        if self.x is None or self.y is None:  # a copy with other items: as in fastai
-            yield from super().create_batches(samps)
-            return
         for numbers in vision.chunked(samps, self.bs, self.drop_last):
-            numbers = torch.tensor(numbers)
-            x = _flip_crop(self.x[numbers], self.windows) if self.shuffle else self.x[numbers]
-            yield vision.TensorImage(x), vision.TensorCategory(self.y[numbers])
+            x, y = self.dataset[torch.tensor(numbers)]
+            yield vision.TensorImage(_flip_crop(x, self.windows)) if self.shuffle else x, y
 
     def randomize(self):
         super().randomize()  # a new `self.rng` for each pass; flips and crops derive from it
@@ -72,33 +65,27 @@ class _MemoryDL(vision.TfmdDL):
 def image_dls(
     train: tuple[Tensor, Tensor],  # images (n, 3, s, s), uint8; labels (n,), int64, in `vocab`
     valid: tuple[Tensor, Tensor],  # the same for validation, at least one
-    vocab: list[str],  # class names, in label order
+    vocab: Sequence[str],  # class names, in label order
     stats: tuple[Sequence, Sequence] | None = None,  # mean, std per channel; None: those of `train`
     bs: int = 64,  # batch size, > 0
     device: str | torch.device | None = None,  # of the batches; None: fastai's default
     seed: int | None = 42,  # for order, flips and crops; None: not fixed
 ) -> vision.DataLoaders:  # batches (b, 3, s, s), float32, normalised, and (b,), int64
-    """Return `DataLoaders` over images in memory; the same `seed` gives the same batches."""
+    "Return `DataLoaders` over images in memory; the same `seed` gives the same batches."
     if stats is None:
         x = train[0].float() / 255
         stats = x.mean((0, 2, 3)).tolist(), x.std((0, 2, 3)).tolist()
-    items = [(vision.TensorImage(image), vocab[k]) for x, y in (train, valid)
-             for image, k in zip(x, y.tolist(), strict=True)]
-    tfms = [[vision.ItemGetter(0), _AsImage(train[0].shape[-1])],
-            [vision.ItemGetter(1), vision.Categorize(list(vocab), sort=False)]]
-    n = len(train[0])
-    datasets = vision.Datasets(items, tfms, splits=[list(range(n)), list(range(n, len(items)))])
     dls = []
-    for i, (x, y) in enumerate((train, valid)):
+    for is_train, part in ((True, train), (False, valid)):
         tfms = [vision.IntToFloatTensor(), vision.Normalize.from_stats(*stats, cuda=False)]
-        dls.append(_MemoryDL(datasets.subset(i), x, y, bs=bs, shuffle=i == 0, num_workers=0,
-                             drop_last=i == 0 and n > bs, after_batch=tfms))
+        dls.append(_MemoryDL(_Images(*part, vocab), bs=bs, shuffle=is_train, num_workers=0,
+                             drop_last=is_train and len(part[0]) > bs, after_batch=tfms))
         dls[-1].rng = random.Random(seed)
     return vision.DataLoaders(*dls, device=torch.device(device or vision.default_device()))
 
 # %% ../nbs/17_examples.ipynb #f2a383ac
-def _balanced(name: str, n: int | None, classes: list, load: Callable) -> tuple:
-    """Return `n` images, evenly spread over equal parts of `classes`, and their labels."""
+def _balanced(name, n, classes):
+    "Return `n` of the images in `classes`, evenly spread over equal parts of each, and labels."
     k, sizes = len(classes), [len(items) for items in classes]
     if n is not None and not k <= n <= k * min(sizes):
         raise ValueError(f"{name}={n}: expected {k} to {k * min(sizes)}, the same number from "
@@ -106,21 +93,20 @@ def _balanced(name: str, n: int | None, classes: list, load: Callable) -> tuple:
     shares = sizes if n is None else [n // k + (i < n % k) for i in range(k)]
     chosen = [items[i * len(items) // share] for items, share in zip(classes, shares, strict=True)
               for i in range(share)]
-    return load(tuple(chosen)), torch.repeat_interleave(torch.arange(k), torch.tensor(shares))
+    return chosen, torch.repeat_interleave(torch.arange(k), torch.tensor(shares))
 
 
 @lru_cache(maxsize=4)
-def _decode(files: tuple[Path, ...]) -> Tensor:
-    """Read `files` once into bytes `(n, 3, 32, 32)`."""
-    return torch.stack([_AsImage(32).encodes(file).as_subclass(Tensor) for file in files])
+def _decode(files):
+    "Read `files` once into bytes `(n, 3, 32, 32)`."
+    return torch.stack([vision.image2tensor(vision.PILImage.create(file)) for file in files])
 
 # %% ../nbs/17_examples.ipynb #a3750236
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer",
-                   "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 
 
-def _find_cifar10(path: str | Path | None, folders: list[str], download: bool) -> Path:
-    """Return the first place that contains `folders`."""
+def _find_cifar10(path, folders, download):
+    "Return the first place that contains `folders`."
     places = [path, os.environ.get("CIFAR10_PATH"), fastai_path("data")]
     roots = [Path(place).expanduser()/name for place in places if place for name in ("cifar10", "")]
     for root in roots:
@@ -134,7 +120,7 @@ def _find_cifar10(path: str | Path | None, folders: list[str], download: bool) -
         raise FileNotFoundError(
             f"cifar10: no {', '.join(folders)} in any of {', '.join(map(str, roots))}, nor from "
             f"untar_data(URLs.CIFAR): {type(e).__name__}: {e}. Give path= or set CIFAR10_PATH to a "
-            "folder with train/<class> and test/<class>, or use photos(), which needs no download."
+            "folder with train/<class> and test/<class>, or use photos(), which needs no download"
         ) from e
 
 # %% ../nbs/17_examples.ipynb #4ac2d97b
@@ -157,18 +143,19 @@ def cifar10(
         raise ValueError(f"cifar10: classes={classes!r}; expected two or more different ones of "
                          f"{', '.join(CIFAR10_CLASSES)}")
     root = _find_cifar10(path, [f"{s}/{c}" for s in ("train", "test") for c in classes], download)
-    train, valid = ([sorted(vision.get_image_files(root/split/c)) for c in classes]
-                    for split in ("train", "test"))
-    train = _balanced("n_train", n_train, train, _decode)
-    valid = _balanced("n_valid", n_valid, valid, _decode)
-    return image_dls(train, valid, classes, vision.cifar_stats, bs=bs, device=device, seed=seed)
+    parts = []
+    for split, name, n in (("train", "n_train", n_train), ("test", "n_valid", n_valid)):
+        found = [sorted(vision.get_image_files(root/split/c)) for c in classes]
+        files, labels = _balanced(name, n, found)
+        parts.append((_decode(tuple(files)), labels))
+    return image_dls(parts[0], parts[1], classes, vision.cifar_stats, bs, device, seed)
 
 # %% ../nbs/17_examples.ipynb #3899ed20
 _COLUMNS = {"train": range(9), "valid": (12,)}  # of 16 in a band; they are 8 pixels apart
 
 
-def _cuts(name: str, split: str) -> Tensor:
-    """Return the cuts of one photograph for `split`, as bytes `(n, 3, 32, 32)`."""
+def _cuts(name, split):
+    "Return the cuts of one photograph for `split`, as bytes `(n, 3, 32, 32)`."
     from sklearn.datasets import load_sample_image  # fastai requires scikit-learn; slow to import
 
     pixels = torch.from_numpy(load_sample_image(f"{name}.jpg").copy())
@@ -186,14 +173,13 @@ def photos(
     """Return 32×32 cuts of scikit-learn's two photographs, `china` and `flower`, as `DataLoaders`.
 
     Needs no download. Training and validation cuts share no pixels. Not a benchmark.
-
     Raises: ValueError for too large an `n_train` or `n_valid`.
     """
-    vocab = ["china", "flower"]
-    train, valid = ([_cuts(name, split) for name in vocab] for split in _COLUMNS)
-    train = _balanced("n_train", n_train, train, torch.stack)
-    valid = _balanced("n_valid", n_valid, valid, torch.stack)
-    return image_dls(train, valid, vocab, bs=bs, device=device, seed=seed)
+    vocab, parts = ["china", "flower"], []
+    for split, name, n in (("train", "n_train", n_train), ("valid", "n_valid", n_valid)):
+        cuts, labels = _balanced(name, n, [_cuts(photo, split) for photo in vocab])
+        parts.append((torch.stack(cuts), labels))
+    return image_dls(parts[0], parts[1], vocab, None, bs, device, seed)
 
 # %% ../nbs/17_examples.ipynb #50c9d0f8
 def conv_layer(n_in: int, n_out: int, ks: int = 3, stride: int = 1) -> nn.Sequential:
@@ -213,14 +199,13 @@ class ResLayer(nn.Module):
         """Return `x + expand(squeeze(x))`."""
         return x + self.expand(self.squeeze(x))
 
-# %% ../nbs/17_examples.ipynb #7972b317
+
 class Darknet(nn.Module):
     """A residual network whose `layers` are one flat `nn.Sequential`, which is easy to split.
 
-    `layers` is a stem, then for each group a layer that doubles the channels and
-    `num_blocks[i]` residual layers, then pooling, flattening and a linear head. Every group
-    except the second halves height and width.
-
+    `layers` is a stem, then for each group a layer that doubles the channels and `num_blocks[i]`
+    residual layers, then pooling, flattening and a linear head. Every group except the second
+    halves height and width.
     Source: Redmon and Farhadi, YOLOv3 (arXiv:1804.02767), section 2.4, in fastai's old version.
     """
 

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import torch_private as private
 from .formats import MixedPrecisionError
-from .nested import check_factors, check_positive, check_steps, warn_once
+from .nested import check_factors, check_positive, check_steps
 
 # %% ../nbs/07_layerwise.ipynb #764cd9cd
 @dataclass(eq=False)
@@ -152,31 +152,35 @@ def _with_nonfinite_grads(model):
     return {p for p, is_finite in zip(values, flags, strict=True) if not is_finite}
 
 
-def _check_scales(scales, model, low, high):
+def _check_scales(scales, model):
     if not isinstance(scales, Mapping):
         raise TypeError(f"`layer_scale_dict` is {scales!r}: expected a dict of names and scales")
-    modules, checked = dict(model.named_modules()), {}
-    for name, scale in scales.items():
+    modules = dict(model.named_modules())
+    for name in scales:
         if name not in modules:
             near = difflib.get_close_matches(str(name), modules, 3, 0.3) or list(modules)[:4]
             raise ValueError(
                 f"`layer_scale_dict` names {name!r}, which is no module (or the second name of "
                 f"one): expected a name of named_modules(), such as {near}"
             )
-        checked[name] = check_positive(f"scale of {name!r}", scale)
-        if not low <= checked[name] <= high:
-            raise ValueError(f"the scale of {name!r} is {scale:g}, outside of [{low:g}, {high:g}]")
-    return checked
+        bare = [p for p in modules[name].parameters() if p.dtype == p.grad_dtype == torch.float16]
+        if any(p.requires_grad for p in bare):
+            raise MixedPrecisionError(
+                f"the layer {name!r} has float16 gradients, which would flush to zero when they "
+                "leave it: train float32 masters, with_masters(model, optimizer), or set "
+                "p.grad_dtype = torch.float32"
+            )
+    return {name: check_positive(f"scale of {name!r}", scale) for name, scale in scales.items()}
 
 # %% ../nbs/07_layerwise.ipynb #c67a6325
 class LayerwiseGradientScaler:
     """Gives layers of `model` their own scales, and every parameter its true gradient.
 
     One iteration: `scale()`, forward passes and `trace_loss(loss).backward()`, any number of both,
-    `unscale()` (`is_scaling` is True until then), `step(optimizer)` once for each optimizer. The
-    scale of a layer with inf or nan in its gradients backs off, a clean layer's grows; a step is
-    skipped unless all gradients are finite. A module without a scale uses that of the innermost
-    module with one. A layer without parameters backs off with any other.
+    `unscale()` (`is_scaling` is True until then), a step if all gradients are finite, `update()`.
+    The scale of a layer with inf or nan in its gradients backs off, a clean layer's grows. A module
+    without a scale uses that of the innermost module with one. A layer without parameters backs off
+    with any other.
     Raises: TypeError, ValueError for wrong settings; MixedPrecisionError for calls out of order,
     and for graphs that cannot be scaled layer by layer. Sync: `unscale` reads once.
     Source: fairscale 0.4, `layerwise_gradient_scaler`, for the method names; there a module divides
@@ -190,15 +194,10 @@ class LayerwiseGradientScaler:
         growth_factor: float = 2.0,  # > 1
         backoff_factor: float = 0.5,  # between 0 and 1
         growth_interval: int = 10000,  # clean steps, > 0
-        min_scale: float = torch.finfo(torch.float32).tiny,
-        max_scale: float = torch.finfo(torch.float32).max,
     ):
-        low, high = check_positive("min_scale", min_scale), check_positive("max_scale", max_scale)
-        if low > high:
-            raise ValueError(f"`min_scale` is {low:g}, above `max_scale`, {high:g}")
-        scales = _check_scales(layer_scale_dict or {}, model, low, high)
+        scales = _check_scales(layer_scale_dict or {}, model)
         check_factors(growth_factor, backoff_factor)
-        self.model, self.min_scale, self.max_scale = model, low, high
+        self.model = model
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval = check_steps("growth_interval", growth_interval)
         named = model.named_modules()
@@ -206,7 +205,7 @@ class LayerwiseGradientScaler:
         # the modules inside layers with a scale, each with the innermost such layer
         self.modules = {m: info for info in self._scaled for m in info.layer.modules()}
         self._handles: list[RemovableHandle] = []
-        self.is_scaling, self._is_finite, self._stepped, self._trace = False, None, [], _Trace()
+        self.is_scaling, self._trace = False, _Trace()
         self.in_passes = False  # whether `active` puts the hooks on, for a pass; else `scale` does
 
     @property
@@ -218,21 +217,9 @@ class LayerwiseGradientScaler:
         "Return the layers with their own scale."
         return list(self._scaled)
 
-    def get_backward_hooks(self) -> list[RemovableHandle]:
-        "Return the hooks on the model's modules: none between `unscale` and `scale`."
-        return list(self._handles)
-
     def scale(self) -> None:
         "Begin an iteration: from here on, every forward pass of the model is traced."
-        self.is_scaling, self._is_finite, self._stepped, self._trace = True, None, [], _Trace()
-        params = {p for info in self._scaled for p in info.layer.parameters()}
-        bare = sum(p.dtype == p.grad_dtype == torch.float16 for p in params)
-        if bare:
-            warn_once(
-                f"{bare} parameters of layers with scales have float16 gradients, which may flush "
-                "to zero when they leave the layer: train float32 masters, with_masters(model, "
-                "optimizer), or set p.grad_dtype = torch.float32"
-            )
+        self.is_scaling, self._trace = True, _Trace()
         if not self.in_passes:
             self._put_on()
 
@@ -298,35 +285,15 @@ class LayerwiseGradientScaler:
             raise MixedPrecisionError("no backward pass since scale(): expected trace_loss(loss)")
         self.remove()
         overflowed = _with_nonfinite_grads(self.model)
-        self._is_finite = not overflowed
-        own: dict[LayerInfo, set] = {info: set() for info in self._scaled}  # parameters
-        for m, info in self.modules.items():  # a shared one is in several layers
-            own[info].update(m.parameters(recurse=False))
-        for info, params in own.items():  # one without parameters may have caused any overflow
-            info.found_inf_or_nan = bool(overflowed & params if params else overflowed)
-        return self._is_finite
-
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,  # stepped unless a gradient is inf or nan
-    ) -> Any:  # the result of its `step`, or True; False if skipped
-        "Step `optimizer` if all gradients are finite; an iteration's first step updates scales."
-        if self._is_finite is None:
-            raise MixedPrecisionError("step() before unscale(): expected unscale() after backward")
-        if any(o is optimizer for o in self._stepped):
-            raise MixedPrecisionError("step() twice for one optimizer: expected scale() in between")
-        if not self._stepped:
-            self.update()
-        self._stepped.append(optimizer)
-        if not self._is_finite:
-            if hasattr(optimizer, "master_step"):  # of `with_masters`: restores running statistics
-                optimizer.master_step.skip()
-            return False
-        done = optimizer.step()
-        return True if done is None else done
+        for info in self._scaled:  # a shared parameter is in several layers
+            inside = (m for m, innermost in self.modules.items() if innermost is info)
+            own = {p for m in inside for p in m.parameters(recurse=False)}
+            # one without parameters may have caused any overflow
+            info.found_inf_or_nan = bool(overflowed & own if own else overflowed)
+        return not overflowed
 
     def update(self) -> None:
-        "Update the scales after `unscale`; `step` calls this, so call it only without `step`."
+        "Update the scales, once after `unscale`."
         for info in self._scaled:
             info.growth_tracker += 1
             if info.found_inf_or_nan:
@@ -335,7 +302,8 @@ class LayerwiseGradientScaler:
                 self._set(info, info.scaling_factor * self.growth_factor)
 
     def _set(self, info, scale):
-        info.scaling_factor = min(max(scale, self.min_scale), self.max_scale)
+        limits = torch.finfo(torch.float32)
+        info.scaling_factor = min(max(scale, limits.tiny), limits.max)
         info.growth_tracker = 0
 
     def state_dict(self) -> dict:

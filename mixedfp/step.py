@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from . import torch_private as private
 from .cast import Policy
-from .engine.files import as_own_storage
-from .engine.flat import ChunkLoop, lay_out
+from .engine.flat import ChunkLoop, as_own_storage, lay_out
 from .engine.masters import Masters
 from .engine.optimizers import core_of, grads_of, is_elementwise, is_fused, param_lists
 from .formats import MixedPrecisionError
@@ -91,7 +90,7 @@ class MasterStep:
                     f"{type(self.core).__name__} is stepped one parameter at a time"
                 )
         if policy.flat_master:
-            lay_out(self.masters, param_lists(self.core))
+            lay_out(self.masters, self.core)
         return ChunkLoop(self.core, self.masters) if takes_chunks else None
 
     def _takes_chunks(self, policy):

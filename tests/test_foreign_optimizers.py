@@ -16,6 +16,7 @@ schedulefree = pytest.importorskip("schedulefree")
 
 BF16 = torch.bfloat16
 LAYOUTS = {"a master each": {}, "flat": dict(flat_master=True)}
+HOW = (None,), (torch.float32,), (BF16, "a master each"), (BF16, "flat")
 
 
 def muon_and_adamw(model):
@@ -79,14 +80,10 @@ class Run:
 
 
 @each_optimizer
-def test_in_float32_masters_are_plain_training(name):
-    assert_same(Run(name, torch.float32).train(range(6)).save(), Run(name).train(range(6)).save())
-
-
-@each_optimizer
-def test_flat_is_a_master_each(name):
-    runs = [Run(name, BF16, layout).train(range(6)) for layout in ("a master each", "flat")]
-    assert_same(runs[0].save(), runs[1].save())
+def test_float32_is_plain_training_and_flat_is_a_master_each(name):
+    ends = [Run(name, *how).train(range(6)).save() for how in HOW]
+    assert_same(ends[0], ends[1])
+    assert_same(ends[2], ends[3])
 
 
 @each_optimizer

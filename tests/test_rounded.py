@@ -132,6 +132,22 @@ def test_several_passes_before_a_backward_pass_add_up(dtype, flat):
     assert_same(grads(half), want)
 
 
+@flats
+@both
+def test_a_pass_without_gradients_may_turn_them_on(dtype, flat):
+    class Steps(nn.Linear):
+        def forward(self, x):
+            with torch.enable_grad():
+                loss = super().forward(x).square().mean()
+            return torch.autograd.grad(loss, [*self.parameters()])
+
+    half, _ = mixed(Steps(4, 4), dtype, flat_master=flat)
+    with torch.no_grad():
+        inside = half(X)
+    assert_same(inside, half(X))
+    assert not inside[0].requires_grad and inside[0].count_nonzero() == 16
+
+
 class Fails(nn.Module):
     error, in_backward, n = None, False, 0
 

@@ -12,7 +12,6 @@ if "simulated_cuda.device" not in sys.modules:
     pytest.skip("counts on the simulated GPU", allow_module_level=True)
 
 sys.path.append(str(ROOT / "bench"))
-import host  # noqa: E402
 import traffic  # noqa: E402
 from networks import LM, loss_of  # noqa: E402
 from torch import nn  # noqa: E402
@@ -119,8 +118,8 @@ def test_with_a_fused_optimizer_no_step_waits(dtype, kind, flat):
 
 SETTINGS = {
     "to_bf16": {},
-    "and 16-bit gradients": traffic.SMALL,
-    "and 16-bit states": traffic.SMALL | traffic.STATES,
+    "and 16-bit gradients": traffic.HALF,
+    "and 16-bit states": traffic.HALF | traffic.STATES,
 }
 
 
@@ -150,7 +149,7 @@ def test_a_gpu_holds_the_bytes_that_mixedfp_memory_works_out(mode):
 
 def captured(dtype, scaler, flat=False, **settings):
     """Capture a whole step after a warm-up, as PyTorch describes it; return the counts."""
-    with host.without_products():
+    with traffic.Traffic():
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).cuda()
         opt = torch.optim.AdamW(model.parameters(), capturable=True, **settings)
         with_masters(model, opt, dtype=dtype, flat_master=flat)

@@ -15,7 +15,6 @@ from fastai.optimizer import OptimWrapper
 from tiny import Do, silent
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mixedfp.callback  # noqa: F401, gives Learner to_fp16 and to_bf16
 from mixedfp.engine import flat as flat_module
@@ -105,7 +104,7 @@ def make_learner(model, n, loss=cross_entropy, momentum=0.0, **kwargs):
     return silent(Learner(dls, model, loss_func=loss, opt_func=opt, **kwargs))
 
 
-# What changes nothing, averages outside of the model, writes by hand, penalties
+# What changes nothing, writes by hand, penalties
 
 
 def look(model):
@@ -124,25 +123,6 @@ def look(model):
 @ways
 def test_no_bit_is_lost(way):
     assert_same(vector(train(way, look, n=12)), vector(train(way, n=12)))
-
-
-class Average:
-    """PyTorch's average of the model's weights, beginning with the first step's."""
-
-    average = None
-
-    def __call__(self, model):
-        if self.average is None:
-            self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        self.average.update_parameters(model)
-
-
-@ways
-def test_an_average_outside_the_model(way):
-    full, half = Average(), Average()
-    train(None, full), train(way, half)
-    a, b = (nn.utils.parameters_to_vector(f.average.parameters()) for f in (full, half))
-    assert b.dtype == torch.float32 and error(b, a) < 0.05
 
 
 def drift(model):

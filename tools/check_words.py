@@ -1,7 +1,8 @@
 """Looks for phrases that read as translated, and for sentences without a subject.
 
 The callback, autograd, the optimizer or a loop acts, and is named. Pages, code and guides are
-read; tests are not. `PLAIN` has the phrases that were found so far, and what to write.
+read; tests are not. `PLAIN` has the phrases that were found so far, and what to write; `PROSE`
+those that code may use. Pages for users contain "bit for bit" eight times at most.
 """
 
 import re
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+from figures import MARK
 from notebooks import ROOT, all_notebooks
 
 VAGUE = re.compile(r"\b(nobody|somebody|someone|everybody|everyone|anybody|anyone|whoever)\b", re.I)
@@ -43,14 +45,20 @@ PLAIN = {  # a pattern: what to write
     r"\b(?<!\w_)(rooms?|at hand|beside (it|the|a|its))\b": "module, available, in addition to",
     r"\bone after the other\b": "one by one",
 }
+PROSE = {
+    r"\bours\b": "mixedfp",
+    r"\b0\.\d+ of (its|autocast|float32|the)\b": "times, × or %",
+    r"\bbytes a (parameter|number)\b": "per",
+}
+EXACT, MOST = "bit for bit", 8
 TEXTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")]
 TEXTS += [p for folder in ("tools", "bench") for p in (ROOT / folder).glob("*.py")]
 
 
-def unidiomatic(text: str) -> list[str]:
+def unidiomatic(text: str, phrases: dict[str, str]) -> list[str]:
     """Give the lines of `text` that have such a word, with what to write."""
     found = [f"{line.strip()}   (name it)" for line in text.splitlines() if VAGUE.search(line)]
-    for pattern, plain in PLAIN.items():
+    for pattern, plain in phrases.items():
         lines = [line.strip() for line in text.splitlines() if re.search(pattern, line)]
         found += [f"{line}   ({plain})" for line in lines]
     return found
@@ -59,10 +67,17 @@ def unidiomatic(text: str) -> list[str]:
 def main() -> None:
     """Print each place and end with 1, if there is one."""
     places = {path: path.read_text() for path in TEXTS}
-    for path in all_notebooks():
-        places[path] = "\n".join(c.source for c in nbformat.read(path, 4).cells)
     del places[Path(__file__).resolve()]
-    found = [(path, line) for path, text in places.items() for line in unidiomatic(text)]
+    found, n_exact = [], 0
+    for path in all_notebooks():
+        cells = nbformat.read(path, 4).cells
+        places[path] = "\n".join(c.source for c in cells)
+        prose = MARK.sub("", "\n".join(c.source for c in cells if c.cell_type == "markdown"))
+        found += [(path, line) for line in unidiomatic(prose, PROSE)]
+        if path.name == "index.ipynb" or path.parent.name in ("guides", "tutorials"):
+            n_exact += prose.count(EXACT)
+            found += [(path, f"{EXACT}: once more than {MOST} times")] * (n_exact > MOST)
+    found += [(path, line) for path, text in places.items() for line in unidiomatic(text, PLAIN)]
     for path, line in found:
         print(f"{path.relative_to(ROOT)}: {line}")
     sys.exit(bool(found))

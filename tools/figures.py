@@ -4,8 +4,9 @@ A figure has a mark, a comment that is not rendered: `1.44<!--= whole learn-bf16
 The mark names the source of the number:
 
     printed WORDS             a number on a line with these words in an output of this notebook
-    whole WAY speed [WHICH]   train_step.json (fp16: train_step_fp16.json): times float32's speed
-    whole WAY memory [WHICH]  its peak memory relative to float32; WHICH: mean, min, max or a model
+    whole WAY speed [WHICH [BASE]]  train_step.json (fp16: train_step_fp16.json): relative to the
+                              speed of BASE (fp32); WHICH: mean, min, max or a model
+    whole WAY memory [WHICH [BASE]]  its peak memory relative to that of BASE
     operators NAME | SHAPE    operators.json: time in 16 bits divided by time in float32
     lost PRECISION NAME       lost_updates.json: the mean of `lost`, `unmoved`, `accuracy`
     accuracy PRECISION RATE   accuracy.json: its mean, in percent
@@ -14,8 +15,8 @@ The mark names the source of the number:
                               way's value by autocast's; MODEL mean: of the three large models
     curve WAY                 the same file: the mean final loss
     later COLUMN MODEL WAY    the same for the run of 2026-11-27
-    counted passed            that run: number of tests passed
-    traffic COLUMN MODEL MODE traffic.json: a column of a row, relative to autocast
+    counted COLUMN MODEL MODE traffic.json: a column of a row
+    traffic COLUMN MODEL MODE the same, relative to autocast
     set                       chosen or calculated, not measured
 
 A figure is correct if it equals its source after rounding to the same digits. A figure with a unit
@@ -48,15 +49,12 @@ def results(name: str) -> dict:
     return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
 
 
-def whole(way: str, column: str, which: str = "mean") -> float:
-    """Return a way's speed or memory relative to float32: geometric mean, bound, or one model."""
+def whole(way: str, column: str, which: str = "mean", base: str = "fp32") -> float:
+    """Return a way's speed or memory relative to `base`: geometric mean, bound, or one model."""
     rows = results("train_step_fp16" if "fp16" in way else "train_step")["results"]
-    plain = {r["model"]: r["bytes"] for r in rows if r["way"] == "fp32"}
-    found = {
-        r["model"]: r["to_fp32"] if column == "speed" else r["bytes"] / plain[r["model"]]
-        for r in rows
-        if r["way"] == way
-    }
+    key = "to_fp32" if column == "speed" else "bytes"
+    plain = {r["model"]: r[key] for r in rows if r["way"] == base}
+    found = {r["model"]: r[key] / plain[r["model"]] for r in rows if r["way"] == way}
     if which == "mean":
         return prod(found.values()) ** (1 / len(found))
     return PICK[which](found.values()) if which in PICK else found[which]
@@ -113,16 +111,15 @@ def curve(*way: str) -> float:
     return mean(r["last"] for r in rows if r["way"] == " ".join(way))
 
 
-def counted(what: str) -> float:
-    """Return the number of GPU tests that `passed`."""
-    return results(LATER)["stages"]["tests"][what]
+def counted(column: str, model: str, *mode: str) -> float:
+    """Return a count in a mode."""
+    rows = results("traffic")["rows"]
+    return {r["mode"]: r[column] for r in rows if r["model"] == model}[" ".join(mode)]
 
 
 def traffic(column: str, model: str, *mode: str) -> float:
     """Return a count in a mode relative to autocast."""
-    rows = results("traffic")["rows"]
-    found = {r["mode"]: r[column] for r in rows if r["model"] == model}
-    return found[" ".join(mode)] / found["autocast"]
+    return counted(column, model, *mode) / counted(column, model, "autocast")
 
 
 def numbers(nb: nbformat.NotebookNode, words: str) -> list[float]:

@@ -24,6 +24,17 @@ def title_of(notebook: Path) -> str:
     return title[1].replace("`", "") if title else notebook.stem
 
 
+def page_of(notebook: Path) -> str:
+    """Return the path of the page on the site of `notebook`."""
+    if notebook.name == "index.ipynb":
+        return "index.md"
+    folder = notebook.parent.relative_to(ROOT / "nbs").as_posix()
+    name = notebook.stem
+    if folder in (".", "engine", "diagnose"):
+        name = re.sub(r"^\d+[a-z]?_", "", name)
+    return f"{folder}/{name}.md".removeprefix("./")
+
+
 def directives(source: str) -> list[str]:
     """Return the `#| …` lines at the start of `source`, without their marker."""
     found = []

@@ -20,6 +20,7 @@ from notebooks import (
     alt_text,
     directives,
     folded,
+    page_of,
     shown,
     title_of,
     without_code,
@@ -42,17 +43,6 @@ SECTIONS = {
 }
 LISTED = [page for pages in SECTIONS.values() for page in pages]
 PREFERRED = [*SECTIONS["Start"], *SECTIONS["Learn"], *SECTIONS["How to"]]  # by the search
-
-
-def page_of(notebook: Path) -> str:
-    """Return the path of the page of `notebook`, from its module's name or its own."""
-    if notebook.name == "index.ipynb":
-        return "index.md"
-    folder = notebook.parent.relative_to(ROOT / "nbs").as_posix()
-    name = notebook.stem
-    if folder in (".", "engine", "diagnose"):
-        name = re.sub(r"^\d+[a-z]?_", "", name)
-    return f"{folder}/{name}.md".removeprefix("./")
 
 
 def relative(target: str, page: str) -> str:

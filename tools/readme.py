@@ -1,6 +1,7 @@
 """Writes README.md, and its pictures in index_files/, from the outputs saved in index.ipynb.
 
-nbdev's own method needs Quarto, which is not in any package registry.
+nbdev's own method needs Quarto, which is not in any package registry. Links to notebooks lead to
+their pages on the site, where anchors work and hidden cells are hidden.
 `--check` writes nothing; it fails if README.md is out of sync with the notebook.
 """
 
@@ -12,9 +13,10 @@ from pathlib import Path
 import nbformat
 from figures import MARK
 from nbconvert import MarkdownExporter
-from notebooks import ROOT, alt_text, shown, without_code, without_directives
+from notebooks import ROOT, alt_text, page_of, shown, without_code, without_directives
 
 PICTURES = "index_files"
+SITE = "https://mixedfp.github.io/mixedfp"
 # Formats that GitHub shows best come first.
 PRIORITY = ["text/markdown", "image/png", "image/jpeg", "image/svg+xml", "text/html", "text/plain"]
 
@@ -42,12 +44,18 @@ def render(path: Path) -> dict[str, bytes]:
     # fastai's and pandas' tables include a style sheet, which GitHub would show as text
     text = re.sub(r"\s*<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r"^```python\s*```$", "", text, flags=re.MULTILINE)  # code that is not shown
+    text = re.sub(r"\]\((nbs/[^)#]+\.ipynb)(?=[)#])", on_site, text)
     text = re.sub(r"^[ \t]+$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
     note = f"<!-- Written by tools/readme.py from {path.name}: edit that, then `make readme`. -->"
     # nbconvert uses the path separator of the current system
     pictures = {Path(name).as_posix(): data for name, data in resources["outputs"].items()}
     return {"README.md": f"{note}\n\n{text}\n".encode(), **pictures}
+
+
+def on_site(link: re.Match) -> str:
+    """Return the start of a link to the site's page of a notebook."""
+    return f"]({SITE}/{page_of(ROOT / link[1]).removesuffix('.md')}.html"
 
 
 def main() -> int:

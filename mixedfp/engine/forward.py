@@ -144,14 +144,13 @@ class PartForward(PassForward):
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass, with rounded weights if autocast is on."""
-        m, copies = self.module, self.copies
-        if copies.running or m in copies.without:
-            return self.compute(*args, **kwargs)
-        weights = {k: p for k in self.names if (p := m._parameters.get(k)) is not None}
+        m, weights = self.module, {}
+        if not self.copies.running and m not in self.copies.without:
+            weights = {k: p for k in self.names if (p := m._parameters.get(k)) is not None}
         if not any(torch.is_autocast_enabled(p.device.type) for p in weights.values()):
             return self.compute(*args, **kwargs)
         try:
-            vars(m).update({k: p.to(copies.dtype) for k, p in weights.items()})
+            vars(m).update({k: p.to(self.copies.dtype) for k, p in weights.items()})
             return self.compute(*args, **kwargs)
         finally:
             for k in weights:

@@ -33,7 +33,7 @@ class Layout(NamedTuple):
         "Return the layout of neighbours in a vector of `engine.flat`."
         first, last = vector.offsets[params[0]], vector.offsets[params[-1]]
         n = last - first + params[-1].numel()
-        places = [(vector.like[p][1], vector.offsets[p] - first) for p in params]
+        places = [(p.stride(), vector.offsets[p] - first) for p in params]
         return cls(n, n != sum(p.numel() for p in params), places)
 
     def places_for(self, grads: Any) -> list[Tensor]:  # without None
@@ -99,7 +99,6 @@ class _Pass(NamedTuple):
     "A forward pass that is running."
 
     copies: list[Tensor]  # in the order of `Copies.params`; empty where autocast casts
-    before: list[Any]  # what each place held, in a pass inside another
     version: int  # of each of `copies`; a write raises it
     is_eager: bool  # else Dynamo compiles it: no lock, no versions
 
@@ -153,16 +152,17 @@ class Copies:
 
     def _tied(self, copies):
         "Lead the gradients of `copies` to the parameters, through a node for each group."
-        if not torch.is_grad_enabled():
+        is_eager = not is_compiling()
+        if not (is_eager or torch.is_grad_enabled()):
             return copies
         out: list[Tensor] = []
-        is_flat = not is_compiling() and all(v.is_current() for v in self.vectors)
-        for lo, hi, layout in self.groups:
-            layout = layout if is_flat else None
-            new = Round.apply(copies[lo:hi], self.keeps_grads, layout, *self.params[lo:hi])
-            if not is_compiling():
-                run_early(new)  # once all gradients are there, so that DDP can send them
-            out += new
+        is_flat = is_eager and all(v.is_current() for v in self.vectors)
+        with torch.enable_grad():  # which a forward pass may be the first to turn on
+            for lo, hi, layout in self.groups:
+                layout = layout if is_flat else None
+                out += Round.apply(copies[lo:hi], self.keeps_grads, layout, *self.params[lo:hi])
+                if is_eager:
+                    run_early(out[lo:])  # once all gradients are there, so that DDP can send them
         return out
 
     def __enter__(self) -> None:
@@ -172,16 +172,14 @@ class Copies:
         try:
             if is_eager and not self.running and sum(map(len, self.hooks)) != self.n_hooks:
                 self.find()  # a new hook may write weights
-            copies, before = [], []
+            copies: list[Tensor] = []
             # `vmap` and older compilers cannot trace a node of ours; there autocast casts
             is_off = inside_functorch() or torch.jit.is_tracing() or not (is_eager or _COMPILES)
             if self.params and not is_off:
                 outer = self.running[-1].copies if self.running else ()
                 copies = self._tied([c.detach() for c in outer] or self.round())
-            if self.running and copies:
-                before = [vars(m).get(name) for m, name, _ in self.places]
             version = copies[0]._version if copies and _counts_writes(copies) else -1
-            self.running.append(_Pass(copies, before, version, is_eager))
+            self.running.append(_Pass(copies, version, is_eager))
         except BaseException:
             if is_eager:
                 self.lock.release()
@@ -194,12 +192,12 @@ class Copies:
 
     def __exit__(self, *error: Any) -> None:
         """Remove the copies, or put back those of the pass around this one."""
-        done = self.running[-1]
-        for m, name, _ in self.places if done.copies else ():
-            m.__dict__.pop(name, None)
-        for (m, name, _), was in zip(self.places, done.before, strict=False):
-            if was is not None:
-                m.__dict__[name] = was
+        done, outer = self.running[-1], self.running[-2].copies if len(self.running) > 1 else ()
+        for m, name, i in self.places if done.copies else ():
+            if not outer:
+                m.__dict__.pop(name, None)
+            elif name in m.__dict__:
+                m.__dict__[name] = outer[i]
         self.running.pop()  # if the lines above were interrupted, `Passes` runs them again
         if done.is_eager:
             try:
