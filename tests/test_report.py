@@ -269,7 +269,7 @@ def test_a_fit_is_the_same_after_a_report(to, flat):
             if looks:
                 report = learn.precision_report(n_batches=2)
                 assert report.verdicts == {}
-                dtype = report.settings.policy.dtype
+                dtype = report.settings.dtype
                 assert dtype == (torch.bfloat16 if flat else torch.float16)
             with learn.no_bar(), learn.no_logging():
                 learn.fit(1, 0.01)
@@ -286,7 +286,7 @@ def test_a_learner_is_examined_as_it_is_trained():
     learn.model.eval()
     report = learn.precision_report()
     settings = report.settings
-    assert (settings.policy.dtype, settings.loss_scale) == (torch.float16, 1024)
+    assert (settings.dtype, settings.loss_scale) == (torch.float16, 1024)
     assert settings.layer_scales == scales
     assert report.line == "to_fp16(keep_fp32=[nn.GroupNorm], layer_scales={'4': 8.0})"
     other = learn.precision_report(dtype=torch.bfloat16)
