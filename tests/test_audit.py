@@ -186,7 +186,7 @@ def test_the_optimizers_of_a_trainer_are_unwrapped():
         model, OPTIMIZERS["adamw"](model.parameters())
     )
     assert percent_of(precision_audit(model, opt)) > 50
-    with pytest.raises(TypeError, match="a list is no optimizer"):
+    with pytest.raises(TypeError, match="optimizer, got a list"):
         precision_audit(model, [opt])
 
 

@@ -331,7 +331,8 @@ class ModuleNumbers:
     def finish(self) -> None:
         "Compute the verdict and the row of the table from the recorded numbers."
         kinds = "total", "own", "inherited", "weights" if self.n_params else "inputs"
-        snr, self.own, self.inherited, self.grad_snr = (decibels(self.squares[k]) for k in kinds)
+        snrs = (decibels(self.squares[kind]) for kind in kinds)
+        self.snr, self.own, self.inherited, self.grad_snr = snrs
         self.columns, grads = sorted(self.columns), [n for n in self.grads.values() if n.largest]
         scales = self.settings.layer_scales
         own_scale = scales.get(_around(self.name, scales), 1.0)
@@ -357,7 +358,7 @@ class ModuleNumbers:
             "grad headroom (2^)": min((n.headroom(scale) for n in grads), default=math.nan),
             "grad flushed %": 100 * n_flushed / n_grads if n_grads else math.nan,
             "scale window": f"[2^{low:.0f}, 2^{high:.0f}]" if math.isfinite(low + high) else "",
-            "SNR (dB)": snr,
+            "SNR (dB)": self.snr,
             "own (dB)": self.own,
             "inherited (dB)": self.inherited,
             "grad SNR (dB)": self.grad_snr,
