@@ -176,7 +176,7 @@ def _judge_weights(audit, names, core):
     shadow.refresh()
     fresh = dict(vars(shadow.twin))
     for group, p in bare:
-        vars(shadow.twin).update(fresh)  # undoes what the last step changed
+        shadow.twin.__dict__ = dict(fresh)  # as it was before the last step
         before, update = _update(shadow, group, p, core.state.get(p) or {})
         lost = is_lost(before, update)
         counts[p] = dict(updated=int((update != 0).sum()), lost=int(lost.sum()))
