@@ -67,47 +67,28 @@ FAULTS = {
 }
 
 
-class Model(nn.Module):
-    """Modules one after the other; the first sees the inputs, all have names."""
-
-    def __init__(self, parts, at=None, fault=None):
-        super().__init__()
-        for i, part in enumerate(parts):
-            self.add_module(f"part{i}", part)
-            if i == at:
-                self.add_module("fault", fault)
-
-    def forward(self, x):
-        for part in self.children():
-            x = part(x)
-        return x
-
-
 def conv():
     parts = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()]
-    return [*parts, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    return [*parts, head], (torch.randn(16, 3, 8, 8), torch.arange(16) % 2)
 
 
 def transformer():
     layers = [nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)]
-    return [nn.Embedding(20, 16), *layers, nn.Linear(16, 20)]
-
-
-def batch_of(kind):
-    if kind == "conv":
-        return torch.randn(16, 3, 8, 8), torch.arange(16) % 2
     ids = torch.randint(0, 20, (8, 6))
-    return ids, ids.roll(1, 1)
+    return [nn.Embedding(20, 16), *layers, nn.Linear(16, 20)], (ids, ids.roll(1, 1))
 
 
 KINDS = dict(conv=conv, transformer=transformer)
 
 
 def make(kind, depth=None, fault=None):
-    """Return a model with `fault` at depth 0 (after the first part), 1 (the middle) or 2."""
-    parts = KINDS[kind]()
-    at = None if depth is None else (0, len(parts) // 2, len(parts) - 2)[depth]
-    return Model(parts, at, fault)
+    """Return a batch and a model with `fault` at depth 0 (after the first part), 1 or 2."""
+    parts, batch = KINDS[kind]()
+    named = [(f"part{i}", part) for i, part in enumerate(parts)]
+    if depth is not None:
+        named.insert((1, len(parts) // 2 + 1, len(parts) - 1)[depth], ("fault", fault))
+    return nn.Sequential(OrderedDict(named)), batch
 
 
 def settings_of(line):
@@ -119,7 +100,7 @@ def settings_of(line):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_a_healthy_model_has_no_verdict(kind, dtype):
-    model, batch = make(kind), batch_of(kind)
+    model, batch = make(kind)
     report = precision_report(model, [batch], loss_func, dtype)
     assert report.verdicts == {} and report.line == f"to_{dtype}()", report
 
@@ -129,7 +110,7 @@ def test_a_healthy_model_has_no_verdict(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_is_found_where_it_was_put_and_the_line_works(kind, depth, fault):
     bad, verdict, helps = FAULTS[fault]
-    model, batch = make(kind, depth, bad()), batch_of(kind)
+    model, batch = make(kind, depth, bad())
     report = precision_report(model, [batch], loss_func)
     where = "fault.0" if fault == "beyond" else "fault"
     assert report.causes[0] == where, report
@@ -139,62 +120,49 @@ def test_a_fault_is_found_where_it_was_put_and_the_line_works(kind, depth, fault
     assert again.verdicts == {}, f"{report.line}\n{again}"
 
 
-class Root(nn.Module):
-    """Loses bits between its modules: nothing smaller than the whole model can be kept."""
+class Block(nn.Module):
+    """Computes something between its modules, which no smaller part can keep."""
 
-    def __init__(self):
+    def __init__(self, f):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.a, self.b, self.f = nn.Linear(4, 4), nn.Linear(4, 4), f
 
     def forward(self, x):
-        return self.b((self.a(x) + 8192) - 8192)
+        return self.f(self, x)
 
 
 def test_no_line_is_printed_that_does_not_work():
-    batch = torch.randn(8, 4), torch.arange(8) % 2
-    report = precision_report(Root(), [batch], cross_entropy)
+    model = Block(lambda self, x: self.b((self.a(x) + 8192) - 8192))
+    report = precision_report(model, [(torch.randn(8, 4), torch.arange(8) % 4)], cross_entropy)
     assert report.verdicts == {"": "keep in fp32"} and report.line == ""
     assert "none of the settings that were tried helps" in report.headline()
 
 
-def test_a_module_whose_output_does_not_fit_is_no_better_kept():
+@pytest.mark.parametrize("keep", [(), "1"])
+def test_a_module_whose_output_does_not_fit_is_no_better_kept(keep):
     """Even if what it adds up inside fits in float32: its output goes back to 16 bits."""
-
-    class Block(Root):
-        def forward(self, x):
-            return (self.a(x) + x) * 2.0**20
-
-    model = nn.Sequential(nn.Linear(4, 4), Block(), nn.LayerNorm(4), nn.Linear(4, 2))
-    batch = torch.randn(8, 4), torch.arange(8) % 2
-    for keep in ((), "1"):
-        report = precision_report(model, [batch], cross_entropy, keep_fp32=keep)
-        assert report.verdicts == {"1": "out of range"}
-        assert report.line.startswith("to_bf16(")
+    block = Block(lambda self, x: (self.a(x) + x) * 2.0**20)
+    model = nn.Sequential(nn.Linear(4, 4), block, nn.LayerNorm(4))
+    batch = torch.randn(8, 4), torch.arange(8) % 4
+    report = precision_report(model, [batch], cross_entropy, keep_fp32=keep)
+    assert report.verdicts == {"1": "out of range"}
+    assert report.line.startswith("to_bf16(")
 
 
 # Models of other forms
 
 
-class Residual(nn.Module):
-    """Adds a branch to its input: the sum is no module's."""
-
-    def __init__(self, factor=1.0):
-        super().__init__()
-        self.branch, self.norm, self.factor = nn.Linear(8, 8), nn.LayerNorm(8), factor
-
-    def forward(self, x):
-        return self.norm(x * self.factor + self.branch(x))
-
-
 def test_a_residual_sum_is_of_the_block():
-    blocks = nn.Sequential(nn.Linear(8, 8), Residual(2.0**17), Residual(), nn.Linear(8, 2))
-    batch = torch.randn(16, 8), torch.arange(16) % 2
-    report = precision_report(blocks, [batch], loss_func)
+    """Which adds a branch to its input: the sum is no module's."""
+    large = Block(lambda self, x: self.norm(x * 2.0**17 + self.a(x)))
+    large.norm = nn.LayerNorm(4)
+    batch = torch.randn(16, 4), torch.arange(16) % 4
+    report = precision_report(nn.Sequential(nn.Linear(4, 4), large), [batch], loss_func)
     assert report.verdicts == {"1": "out of range"} and report.line == "to_fp16(keep_fp32=['1'])"
-    assert [m.name for m in report.modules if m.name.startswith("1")] == ["1.branch", "1", "1.norm"]
+    names = [m.name for m in report.modules]
+    assert names == [INPUTS, "0", "1.a", "1", "1.norm"]
     # a float32 input stays one, and so does the sum
-    alone = precision_report(Residual(2.0**17), [(batch[0], batch[1] * 4)], loss_func)
-    assert alone.verdicts == {}
+    assert precision_report(large, [batch], loss_func).verdicts == {}
 
 
 def test_inputs_out_of_range_are_named_by_column():
@@ -208,7 +176,7 @@ def test_inputs_out_of_range_are_named_by_column():
 
 
 def test_a_model_that_keeps_modules_in_32_bits_is_taken_as_it_is():
-    model, batch = make("conv", 1, FAULTS["within"][0]()), batch_of("conv")
+    model, batch = make("conv", 1, FAULTS["within"][0]())
     opt = torch.optim.SGD(model.parameters(), 0.1)
     kept, _ = with_masters(model, opt, dtype="fp16", keep_fp32=["fault"])
     report = precision_report(kept, [batch], loss_func)
@@ -241,10 +209,13 @@ def test_layer_scales_count():
     assert report.verdicts == {"0": "scale up", "1": "scale up"}
     scaled = precision_report(model, [batch], loss_func, layer_scales=scales)
     assert scaled.verdicts == {} and "layer_scales={'0'" in scaled.line
+    (low, high), moved = (r.modules[1].window for r in (report, scaled))
+    assert moved == (low - 24, high - 24)
+    assert report.table.loc["0", "scale window"] == f"[2^{low:.0f}, 2^{high:.0f}]"
 
 
 def test_settings_that_make_no_sense_are_refused():
-    model, batch = make("conv"), batch_of("conv")
+    model, batch = make("conv")
     with pytest.raises(ValueError, match="`batches` is empty"):
         precision_report(model, [], loss_func)
     with pytest.raises(TypeError, match="a batch is a Tensor.*lambda out: out.loss"):
@@ -256,7 +227,7 @@ def test_settings_that_make_no_sense_are_refused():
 # A Learner
 
 
-@pytest.mark.parametrize("to, flat", [("to_fp32", False), ("to_fp16", False), ("to_bf16", True)])
+@pytest.mark.parametrize("to, flat", [("to_fp32", False), ("to_bf16", True)])
 def test_a_fit_is_the_same_after_a_report(to, flat):
     results = []
     for looks in (False, True):
@@ -269,8 +240,7 @@ def test_a_fit_is_the_same_after_a_report(to, flat):
             if looks:
                 report = learn.precision_report(n_batches=2)
                 assert report.verdicts == {}
-                dtype = report.settings.policy.dtype
-                assert dtype == (torch.bfloat16 if flat else torch.float16)
+                assert report.settings.dtype == (torch.bfloat16 if flat else torch.float16)
             with learn.no_bar(), learn.no_logging():
                 learn.fit(1, 0.01)
         flags = [m.training for m in learn.model.modules()]
@@ -286,7 +256,7 @@ def test_a_learner_is_examined_as_it_is_trained():
     learn.model.eval()
     report = learn.precision_report()
     settings = report.settings
-    assert (settings.policy.dtype, settings.loss_scale) == (torch.float16, 1024)
+    assert (settings.dtype, settings.loss_scale) == (torch.float16, 1024)
     assert settings.layer_scales == scales
     assert report.line == "to_fp16(keep_fp32=[nn.GroupNorm], layer_scales={'4': 8.0})"
     other = learn.precision_report(dtype=torch.bfloat16)
@@ -312,21 +282,10 @@ def test_models_that_hang_tensors_on_modules_and_on_tensors():
     from fastai.layers import MergeLayer, SequentialEx
     from fastai.text.models import AWD_LSTM
 
-    rnn, batch = AWD_LSTM(20, 8, 12, 2), batch_of("transformer")
+    rnn, (_, batch) = AWD_LSTM(20, 8, 12, 2), transformer()
     rnn.reset()
     loss_func(nn.Sequential(rnn, nn.Linear(8, 20))(batch[0]), batch[1]).backward()
     assert precision_report(rnn, [batch], lambda out, y: out.float().square().mean()).verdicts == {}
     blocks = SequentialEx(nn.Linear(4, 4), nn.ReLU(inplace=True), MergeLayer())
     report = precision_report(blocks, [(torch.randn(4, 4), 0)], lambda out, y: out.square().mean())
     assert report.verdicts == {} and min(m.own for m in report.modules) > 50
-
-
-def test_the_scale_of_a_layer_moves_its_window():
-    model, batch = make("conv"), batch_of("conv")
-    plain = precision_report(model, [batch], loss_func)
-    name = next(m.name for m in plain.modules if m.n_params)
-    scaled = precision_report(model, [batch], loss_func, layer_scales={name: 16.0})
-    before, after = (next(m for m in r.modules if m.name == name) for r in (plain, scaled))
-    assert after.window == (before.window[0] - 4, before.window[1] - 4)
-    low, high = before.window
-    assert plain.table.loc[name, "scale window"] == f"[2^{low:.0f}, 2^{high:.0f}]"

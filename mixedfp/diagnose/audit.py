@@ -30,12 +30,12 @@ ROLES = "weights", "masters", "gradients", "states", "buffers"
 
 
 class Entry(NamedTuple):
-    "A tensor, or the number of lost updates."
+    "A tensor."
 
     modules: str  # the row of the table
-    role: str = ""  # one of `ROLES`
-    dtype: str = ""
-    bytes: int = 0
+    role: str  # one of `ROLES`
+    dtype: str
+    bytes: int
     parameters: int = 0  # elements; 0 for anything but weights
     trained: int = 0
     updated: int = 0  # elements that a step would change
@@ -80,7 +80,7 @@ class PrecisionAudit:
 
         entries: Any = pd.DataFrame(self.entries)
         sums = entries.groupby("modules", sort=False).sum(numeric_only=True)
-        dtypes = entries[entries["role"] != ""].groupby(["modules", "role"])["dtype"]
+        dtypes = entries.groupby(["modules", "role"])["dtype"]
         dtypes = dtypes.agg(lambda names: ", ".join(sorted(set(names)))).unstack()
         table = sums[["parameters", "trained"]].join(dtypes.reindex(columns=ROLES))
         table["bytes"] = sums["bytes"]
@@ -89,10 +89,9 @@ class PrecisionAudit:
 
     def bytes_per_parameter(self) -> dict[str, float]:
         "Return the bytes by role, divided by the number of parameters, frozen ones included."
-        n, total = sum(e.parameters for e in self.entries), Counter()
-        for e in self.entries:
-            total[e.role] += e.bytes
-        return {role: total[role] / n for role in ROLES if total[role]}
+        n = sum(e.parameters for e in self.entries)
+        total = {role: sum(e.bytes for e in self.entries if e.role == role) for role in ROLES}
+        return {role: held / n for role, held in total.items() if held}
 
     def hold(self, modules: str, role: str, t: Tensor, label: str = "", **counts) -> None:
         "Count a tensor."
@@ -108,7 +107,7 @@ class PrecisionAudit:
         lines = [f"{v}\n→ {fix}" for v, fix in zip(self.verdicts, self.fixes, strict=True)]
         held = self.bytes_per_parameter()
         parts = ", ".join(f"{role} {n:.3g}" for role, n in held.items())
-        lines += [*self.facts, f"{sum(held.values()):.3g} bytes a parameter: {parts}"]
+        lines += [*self.facts, f"{sum(held.values()):.3g} bytes per parameter: {parts}"]
         return "\n".join([*lines, self.table.round(1).to_string()])
 
 # %% ../../nbs/diagnose/03_audit.ipynb #2d5a579b
@@ -128,16 +127,16 @@ def _core(opt):
         opt = inner
     core = core_of(opt)
     if not hasattr(core, "param_groups") and not hasattr(core, "param_lists"):
-        raise TypeError(f"a {type(opt).__name__} is no optimizer: expected one of torch or fastai")
+        raise TypeError(f"expected a torch.optim or fastai optimizer, got a {type(opt).__name__}")
     return core
 
 
-def _count(audit, p, group, is_weight, policy, cores):
+def _count(audit, p, group, is_weight, policy, cores, counts):
     "Count a parameter of the model, or an optimizer's own, with its gradient and states."
     local = _local(p.detach())
     n = local.numel() * is_weight
-    counts: dict[str, Any] = dict(parameters=n, trained=n * p.requires_grad)
-    audit.hold(group, "weights" if is_weight else "masters", local, **counts)
+    role = "weights" if is_weight else "masters"
+    audit.hold(group, role, local, parameters=n, trained=n * p.requires_grad, **counts)
     if is_weight and p.requires_grad:
         is_half = policy is not None and policy.half_grads and p.grad_dtype is None
         dtype = p.grad.dtype if p.grad is not None else policy.dtype if is_half else p.dtype
@@ -150,97 +149,86 @@ def _count(audit, p, group, is_weight, policy, cores):
 _COMPENSATES = "kahan_comp", "shift", "bf16_stochastic_round"  # optimi, pytorch-optimizer, torchao
 
 
+_OF_TORCH = 'model, opt = with_masters(model, opt, dtype="bf16")  # from mixedfp'
+_SHARDED = (
+    "fully_shard(model.float(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) "
+    "before creating the optimizer"
+)
+_ADAPTERS = (
+    "for p in model.parameters(): p.data = p.data.float() if p.requires_grad else p.data  "
+    "# before creating the optimizer; train under torch.autocast"
+)
+
+
 def _judge_weights(audit, names, core):
-    "Count the lost updates if `core` steps 16-bit weights; else add a fact about what it steps."
-    kind = type(core).__name__
+    "Return the updates of each 16-bit weight that `core` steps, and how many are lost."
+    kind, counts = type(core).__name__, {}
     numbered = [(group, p) for group, ps in enumerate(param_lists(core)) for p in ps]
     bare = [(g, p) for g, p in numbered if p.requires_grad and _local(p).itemsize == 2]
     if not bare:
         what = "weights" if any(p in names for _, p in numbered) else "copies"
         audit.facts.append(f"{kind} steps float32 {what}: no update is lost")
-        return
+        return counts
     if any(vars(core).get(k) or k in core.state.get(bare[0][1], ()) for k in _COMPENSATES):
         audit.facts.append(f"{kind} steps 16-bit weights and compensates for their rounding")
-        return
-    shadow, basis, counts = Shadow(core), "", Counter()
+        return counts
+    shadow, total = Shadow(core), Counter()
     shadow.refresh()
     fresh = dict(vars(shadow.twin))
     for group, p in bare:
-        vars(shadow.twin).update(fresh)  # undoes what the last step changed
-        before, update, step = _update(shadow, group, p, core.state.get(p) or {})
-        n, lost = int((update != 0).sum()), int(is_lost(before, update).sum())
-        found: dict[str, Any] = dict(updated=n, lost=lost)
-        audit.entries.append(Entry(names.get(p, _COPIES), **found))
-        counts.update(found)
-        basis = step if found["updated"] else basis
-    dtype, n_bare = _name(bare[0][1].dtype), sum(p.numel() for _, p in bare)
-    n_all, n, lost = sum(p.numel() for p in names), counts["updated"], counts["lost"]
-    share = f": {100 * lost / n:.0f} % of the updates {basis} are lost" if n else ""
-    audit.add(f"{kind} steps {n_bare:,} {dtype} weights{share}", _fix(core, bare, n_bare / n_all))
-
-
-def _fix(core, bare, share):
-    if is_sharded(bare[0][1]):
-        return (
-            "fully_shard(model.float(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-            " before creating the optimizer"
-        )
-    if share < 0.2:  # adapters over a frozen model
-        return (
-            "for p in model.parameters(): p.data = p.data.float() if p.requires_grad else p.data  "
-            "# before creating the optimizer; train under torch.autocast"
-        )
-    if not isinstance(core, Optimizer):
-        return "learn.to_bf16()"
-    return 'model, opt = with_masters(model, opt, dtype="bf16")  # from mixedfp'
+        shadow.twin.__dict__ = dict(fresh)  # as it was before the last step
+        before, update = _update(shadow, group, p, core.state.get(p) or {})
+        lost = is_lost(before, update)
+        counts[p] = dict(updated=int((update != 0).sum()), lost=int(lost.sum()))
+        total.update(counts[p])
+    first, n_bare, n_all = bare[0][1], *(sum(p.numel() for p in ps) for ps in (counts, names))
+    is_part = n_bare < 0.2 * n_all  # adapters over a frozen model
+    fix = _OF_TORCH if isinstance(core, Optimizer) else "learn.to_bf16()"
+    fix = _SHARDED if is_sharded(first) else _ADAPTERS if is_part else fix
+    lost = 100 * total["lost"] / max(1, total["updated"])
+    share = f": {lost:.0f} % of their updates are lost" if total["updated"] else ""
+    audit.add(f"{kind} steps {n_bare:,} {_name(first.dtype)} weights{share}", fix)
+    return counts
 
 
 @torch.no_grad()
 def _update(shadow, group, p, state):
-    "Return the values of `p`, their update in a step (0: unknown), and a description of that step."
-    hypers, grad, basis = shadow.hypers[group], p.grad, "of the next step"
-    if grad is None:
-        grad, basis = torch.zeros_like(p), "of a step by the momentum alone"
-        if not any(isinstance(v, Tensor) and v.dim() for v in state.values()):
-            if {"betas", "sqr_mom"}.isdisjoint(hypers):
-                return _local(p), torch.zeros_like(_local(p)), ""
-            grad += 1  # an Adam's first step moves each weight by the learning rate
-            basis = f"of the first step, each {hypers['lr']:g},"
+    "Return the values of `p` and their update in a step; 0 if it is not known."
+    full, grad = Parameter(_local(p).float()), p.grad
+    before = full.detach().clone()
+    if grad is None:  # by the momentum alone; Adam's first step: each weight by the learning rate
+        has_momentum = any(isinstance(v, Tensor) and v.dim() for v in state.values())
+        if not has_momentum and {"betas", "sqr_mom"}.isdisjoint(shadow.hypers[group]):
+            return before, torch.zeros_like(before)
+        grad = torch.zeros_like(p) if has_momentum else torch.ones_like(p)
     own = {k: map_tensors(lambda t: to_float(_local(t)).clone(), v) for k, v in state.items()}
-    full = Parameter(_local(p).float())
-    full.grad, before = _local(grad).float(), full.detach().clone()
+    full.grad = _local(grad).float()
     try:
         shadow.step(group, {full: own})
     except Exception:  # the step needs a closure, or tensors that were not copied
         full = before
-    return before.to(p.dtype), full.detach() - before, basis
+    return before.to(p.dtype), full.detach() - before
 
 # %% ../../nbs/diagnose/03_audit.ipynb #cb6b679d
 _SECOND = "exp_avg_sq", "sqr_avg", "square_avg"
 
 
-def _judge_states(audit, core):
-    "Find second moments that rounding to nearest keeps from changing."
-    if "masters" in vars(core):
-        return  # `state_dtype` rounds them stochastically
-    items = (kv for s in core.state.values() if isinstance(s, Mapping) for kv in s.items())
-    for k in sorted({k for k, v in items if k in _SECOND and v.dtype == torch.bfloat16}):
-        audit.add(
-            f"{type(core).__name__} holds {k} in bfloat16: at a beta of 0.999 a new gradient "
-            "changes it by less than its rounding, so it stands still",
-            "make the optimizer over float32 weights, whose states are float32",
-        )
-
-
-def _judge_buffers(audit, model):
-    "Find rotary embedding frequencies that were rounded to 16 bits."
+def _judge_rest(audit, model, cores):
+    "Find second moments that stand still, and rounded frequencies of a rotary embedding."
+    for core in cores:
+        states = () if "masters" in vars(core) else core.state.values()  # ours round at random
+        items = chain.from_iterable(s.items() for s in states if isinstance(s, Mapping))
+        for k in sorted({k for k, v in items if k in _SECOND and v.dtype == torch.bfloat16}):
+            audit.add(
+                f"{type(core).__name__} holds {k} in bfloat16: at a beta of 0.999 a new gradient "
+                "changes it by less than its rounding, so it stands still",
+                "make the optimizer over float32 weights, whose states are float32",
+            )
     for k, b in model.named_buffers():
         if "freq" in k.rpartition(".")[2] and b.is_floating_point() and b.itemsize == 2:
             audit.add(
-                f"`{k}` is in {_name(b.dtype)}: positions multiplied by rounded "
-                "frequencies are wrong by full rotations in long texts",
-                "load the model in float32, and train it with to_bf16() or with_masters: neither "
-                "casts buffers",
+                f"`{k}` is in {_name(b.dtype)}: angles in long texts are wrong by full rotations",
+                "load the model in float32: to_bf16() and with_masters cast no buffers",
             )
 
 # %% ../../nbs/diagnose/03_audit.ipynb #05a9290b
@@ -267,14 +255,14 @@ def precision_audit(
     params, audit = dict(model.named_parameters()), PrecisionAudit()
     names = {p: groups[key] for key, p in params.items()}
     stepped = dict.fromkeys(p for core in cores for ps in param_lists(core) for p in ps)
+    counts = {}
+    for core in cores:
+        counts |= _judge_weights(audit, names, core)
     for p in names | stepped:
-        _count(audit, p, names.get(p, _COPIES), p in names, policy, cores)
+        _count(audit, p, names.get(p, _COPIES), p in names, policy, cores, counts.get(p, {}))
     for key, b in model.named_buffers():
         audit.hold(groups[key], "buffers", _local(b))
-    for core in cores:
-        _judge_weights(audit, names, core)
-        _judge_states(audit, core)
-    _judge_buffers(audit, model)
+    _judge_rest(audit, model, cores)
     left = [key for key, p in params.items() if p.requires_grad and p not in stepped]
     if cores and left and stepped.keys() <= names.keys():
         which = ", ".join(left[:3]) + (", …" if len(left) > 3 else "")

@@ -10,7 +10,7 @@ import os
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mixedfp
 from ..cast import kept_parts
 from . import report
-from .report import Settings, floats, split_batch
+from .report import floats, split_batch
 from ..nested import map_tensors
 from ..torch_private import has_dynamo
 
@@ -54,15 +54,48 @@ class _Found(BaseException):
     "Ends a pass at the first bad number; not an Exception, which a model might catch."
 
 
-class _Search(TorchDispatchMode):
-    "One pass over a batch up to the first bad number, which the running module made."
+class _Trial(TorchDispatchMode):
+    "A pass over a batch in some settings up to the first bad number, if any (`is_fine`)."
 
-    def __init__(self, is_strict):
+    def __init__(self, model, batch, loss_func, n_kept, settings, is_strict=False):
         super().__init__()
-        self.is_strict = is_strict  # whether -inf is bad too
+        self.model, self.n_kept = model, n_kept  # modules in 32 bits at first; one more is tried
+        self.settings, self.is_strict = settings, is_strict  # whether -inf is bad too
         self.phase, self.running = "forward", [_LOSS]  # names of modules, the innermost last
-        self.found = {}  # by phase and module: its first operation with a bad output
+        self.bad = {}  # by phase and module: its first operation with a bad output
         self.last = None, ""  # an output and its operation, also blamed for casts and views
+        eager = torch.compiler.set_stance("force_eager") if has_dynamo() else nullcontext()
+        state = report.same_random_state(next(model.parameters()).device)
+        with report.half_copy(model, settings) as half, state, eager:
+            try:
+                with suppress(_Found), report.watch_calls(half, self.before, self.after), self:
+                    self._run(half, batch, loss_func)
+            except RuntimeError as e:
+                if "overflow" not in str(e):
+                    raise
+                frames = traceback.extract_tb((e.__cause__ or e).__traceback__)
+                cause = f"a constant beyond the range of {settings.dtype}"
+                self._note("constant", frames, cause, False)
+            finally:
+                self.last = None, ""  # it holds the graph
+        self.module, self.is_fine = self.running[-1], not self.phase
+        unknown = "", "", "inf or nan", False
+        self.found = self.bad.get((self.phase, self.module), unknown)
+
+    def _run(self, model, batch, loss_func):
+        args, kwargs, targets = split_batch(batch)
+        pred = model(*args, **kwargs)
+        self.phase = "loss"
+        loss = loss_func(pred, *targets)
+        if not loss.detach().isfinite().all():
+            raise _Found
+        self.phase = "backward"
+        (loss * self.settings.loss_scale).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None and _is_bad(p.grad, True):
+                self.running = [name.rpartition(".")[0]]
+                raise _Found
+        self.phase = ""
 
     def before(self, name, _, args, kwargs):
         caller = self.running[-1]
@@ -101,30 +134,26 @@ class _Search(TorchDispatchMode):
         if name in _HANDED_ON and made not in _HANDED_ON and ins and last is ins[0]:
             name = made
         for t in floats(out):
-            self.last, key = (t, name), (self.phase, self.running[-1])
-            if key not in self.found and _is_bad(t, self.is_strict):
-                self.found[key] = dict(
-                    operation=name,
-                    line=_user_line(traceback.extract_stack()),
-                    cause=_cause(name, ins, t.detach()),
-                    is_first=not any(_is_bad(i, True) for i in ins),
-                )
+            self.last = t, name
+            if (self.phase, self.running[-1]) not in self.bad and _is_bad(t, self.is_strict):
+                is_late = self.phase != "backward" and "softmax" not in name  # may follow a -inf
+                is_late = is_late and any(_is_bad(i, True) for i in ins)
+                self._note(name, traceback.extract_stack(), _cause(name, ins, t.detach()), is_late)
         return out
 
-    def run(self, model, batch, loss_func, scale):
-        args, kwargs, targets = split_batch(batch)
-        pred = model(*args, **kwargs)
-        self.phase = "loss"
-        loss = loss_func(pred, *targets)
-        if not loss.detach().isfinite().all():
-            raise _Found
-        self.phase = "backward"
-        (loss * scale).backward()
-        for name, p in model.named_parameters():
-            if p.grad is not None and _is_bad(p.grad, True):
-                self.running = [name.rpartition(".")[0]]
-                raise _Found
-        self.phase = ""
+    def _note(self, operation, frames, cause, is_late):
+        self.bad[self.phase, self.running[-1]] = operation, _user_line(frames), cause, is_late
+
+    def proposal(self):
+        "Return settings with a smaller loss scale, or with more around the module in float32."
+        if self.phase == "backward" and self.settings.loss_scale > 1:
+            return replace(self.settings, loss_scale=max(1.0, self.settings.loss_scale / 4))
+        kept = None if self.module == _LOSS else self.settings.keeping(self.module)
+        if kept is None or len(kept.keep_fp32) > self.n_kept + 1:
+            return None
+        parts = self.model, self.model.get_submodule(str(kept.keep_fp32[-1]))
+        n_all, n = (sum(p.numel() for p in part.parameters()) for part in parts)
+        return None if 2 * n > n_all else kept  # most of the weights are no fix
 
 
 _LOSS = "the loss"
@@ -138,88 +167,38 @@ def _is_bad(t, is_strict):
 
 def _cause(name, ins, out):
     "Describe why an operation returned inf or nan."
-    has_inf, has_nan = any(bool(t.isinf().any()) for t in ins), bool(out.isnan().any())
-    if "div" in name and has_nan and not has_inf:
-        return "0 / 0"
-    if "div" in name and len(ins) > 1 and bool((ins[1] == 0).any()):
-        return "a division by 0"
+    has_inf, is_inf = any(bool(t.isinf().any()) for t in ins), out.isinf()
     if "softmax" in name and has_inf:
         return "a softmax over only -inf (0 / 0): a fully masked row"
-    if has_inf and has_nan:
-        return "inf - inf, or 0 * inf"
-    if name in ("log", "rsqrt", "reciprocal", "sqrt", "pow", "log2", "log10"):
-        if has_nan or bool((ins[0].expand_as(out)[~out.isfinite()] == 0).any()):
-            return f"{name} of a number outside its domain, or of 0"
+    if out.isnan().any():
+        return "inf - inf, or 0 * inf" if has_inf else "0 / 0, or a root or log of a number < 0"
+    if name in _POLES and any(bool((t.expand_as(out)[is_inf] == 0).any()) for t in ins):
+        return "a division by 0, or the log of 0"
     largest = max((t.abs().amax().item() for t in ins), default=0.0)
     return f"a value beyond the range of {out.dtype}, from numbers up to {largest:.4g}"
 
 
+_POLES = frozenset("div div_ log log2 log10 rsqrt reciprocal pow".split())
 _NOT_THE_USERS = tuple(f"{Path(str(m.__file__)).parent}{os.sep}" for m in (torch, mixedfp))
 
 
 def _user_line(frames):
     "Return the innermost line of the search outside PyTorch and this package."
     for f in reversed(frames):
-        if f.filename == __file__ and f.name == "run":
+        if f.filename == __file__ and f.name == "_run":
             break
         if not f.filename.startswith(_NOT_THE_USERS) and f.name != "__torch_function__":
             file = "cell" if "ipykernel" in f.filename else Path(f.filename).name
             return f"{file}:{f.lineno}: {f.line}"
     return ""
 
-# %% ../../nbs/diagnose/02_overflow.ipynb #0f1a000d
-class _Trial:
-    "A pass over a batch in some settings: the first bad number, or none (`is_fine`)."
-
-    def __init__(self, model, batch, loss_func, n_kept, settings, is_strict=False):
-        self.model, self.settings, device = model, settings, next(model.parameters()).device
-        self.n_kept, search = n_kept, _Search(is_strict)  # at the start; one more is tried
-        eager = torch.compiler.set_stance("force_eager") if has_dynamo() else nullcontext()
-        half, state = report.half_copy(model, settings.policy), report.same_random_state(device)
-        with half as twin, state, eager:
-            try:
-                watch = report.watch_calls(twin, search.before, search.after)
-                with suppress(_Found), watch, search:
-                    search.run(twin, batch, loss_func, settings.loss_scale)
-            except RuntimeError as e:
-                if "overflow" not in str(e):
-                    raise
-                line = _user_line(traceback.extract_tb((e.__cause__ or e).__traceback__))
-                cause = f"a constant beyond the range of {settings.policy.dtype}"
-                found = dict(operation="constant", line=line, cause=cause, is_first=True)
-                search.found[search.phase, search.running[-1]] = found
-            finally:
-                search.last = None, ""  # it holds the graph
-        self.phase, self.module = search.phase, search.running[-1]
-        self.found, self.is_fine = search.found.get((self.phase, self.module), {}), not self.phase
-
-    def proposal(self):
-        "Return settings with a smaller loss scale, or with more around the module in float32."
-        if self.phase == "backward" and self.settings.loss_scale > 1:
-            return self.settings.changed(loss_scale=max(1.0, self.settings.loss_scale / 4))
-        kept, parts = self.settings.keeping(self.module), dict(self.model.named_modules())
-        names: Any = () if kept is None else kept.policy.keep_fp32
-        if self.module not in parts or not 0 < len(names) <= self.n_kept + 1:
-            return None
-        n, n_all = (sum(p.numel() for p in m.parameters()) for m in (parts[names[-1]], self.model))
-        return None if 2 * n > n_all else kept  # most of the weights are no fix
-
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a000f
-def _columns_beyond(batch, limit):
-    "Describe the input columns that are out of range."
-    found = []
-    for t in floats(split_batch(batch)[:2]):
-        tops = t.abs().movedim(1, 0).flatten(1).amax(1).tolist() if t.ndim > 1 else []
-        found += [f"{c} (up to {top:.4g})" for c, top in enumerate(tops) if top > limit]
-    return ", ".join(found)
-
-
-def _weight_beyond(model, name, policy):
+def _weight_beyond(model, name, settings):
     "Describe a weight of the module that is not finite when it is rounded; empty if all are."
-    _, kept = kept_parts(model, policy.keep_fp32)
-    for key, p in model.named_parameters():
-        dtype = torch.float32 if p in kept else policy.dtype
-        if key.startswith(f"{name}." if name else "") and _is_bad(p.to(dtype), True):
+    _, kept = kept_parts(model, settings.keep_fp32)
+    for key, p in model.get_submodule(name).named_parameters(name):
+        dtype = torch.float32 if p in kept else settings.dtype
+        if _is_bad(p.to(dtype), True):
             return f"its weight `{key}`, up to {p.abs().max():.4g}, is inf or nan in {dtype}"
     return ""
 
@@ -241,31 +220,32 @@ def find_overflow(
     Needs a forward and a backward pass for each search and each setting, and memory for two copies.
     Raises: TypeError for a batch or a loss of another form. Sync: many.
     """
-    policy, full = report.policy_for(model, dtype, keep_fp32, native), report.float_copy(model)
-    settings, n_kept = Settings(policy, scale), len(policy.keep_fp32)
-    examine = partial(_Trial, full, batch, loss_func, n_kept)
+    given, full = dict(dtype=dtype, keep_fp32=keep_fp32, native=native), report.float_copy(model)
+    settings = report.settings_of(model, loss_scale=scale, **given)
+    examine = partial(_Trial, full, batch, loss_func, len(settings.keep_fp32))
     first = trial = examine(settings)
     if trial.is_fine:
         return None
-    is_mask = trial.phase == "backward" or "softmax" in trial.found.get("operation", "")
-    if not trial.found.get("is_first", True) and not is_mask:  # an earlier -inf
+    if trial.found[-1]:
         trial = examine(settings, is_strict=True)
-    phase, name, found = trial.phase, trial.module, trial.found
-    cause, limit = found.get("cause", "inf or nan"), torch.finfo(policy.dtype).max
+    (operation, line, cause, _), limit = trial.found, torch.finfo(settings.dtype).max
+    phase, name = trial.phase, trial.module
+    inputs = [t for t in floats(split_batch(batch)[:2]) if t.ndim > 1]
+    tops = [c for t in inputs for c in enumerate(t.abs().movedim(1, 0).flatten(1).amax(1).tolist())]
+    columns = [f"{i} (up to {top:.4g})" for i, top in tops if top > limit]
     if phase == "input":
         cause = "the batch is inf or nan already"
-    elif phase == "forward" and (columns := _columns_beyond(batch, limit)):
-        phase, cause = "input", f"input columns {columns} are beyond {limit:g}"
+    elif phase == "forward" and columns:
+        phase, cause = "input", f"input columns {', '.join(columns)} are beyond {limit:g}"
     elif phase == "forward":
-        cause = _weight_beyond(full, name, policy) or cause
+        cause = _weight_beyond(full, name, settings) or cause
     fix = None
-    if examine(settings.changed(1.0, dtype=torch.float32, keep_fp32=())).is_fine:
+    if examine(replace(settings, loss_scale=1.0, dtype=torch.float32, keep_fp32=())).is_fine:
         fix = report.find_fix(first, examine)
-        if fix is not None and fix.policy == policy:
+        if fix is not None and replace(fix, loss_scale=scale) == settings:
             cause += f"; only the scaled gradient overflows (scale {scale:g})"
     else:
         cause += "; in float32 as well: no precision helps"
     kind = type(dict(full.named_modules()).get(name, loss_func)).__name__
-    operation, line = found.get("operation", ""), found.get("line", "")
-    line_of_fix = "" if fix is None else fix.line(settings)
-    return Overflow(phase, name, kind, cause, operation, line, line_of_fix, step)
+    repair = "" if fix is None else fix.line(settings)
+    return Overflow(phase, name, kind, cause, operation, line, repair, step)
