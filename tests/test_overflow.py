@@ -3,13 +3,14 @@
 import pytest
 import torch
 from test_report import Apply, TimesBackward
+from tiny import Callback, bits, make_learner
 from torch import nn
 from torch.nn import functional as F
 
 from mixedfp import find_overflow, precision_report
+from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
-
-torch.set_num_threads(1)
+from mixedfp.testing import assert_same
 
 
 def cancel(x):
@@ -228,3 +229,77 @@ def test_a_constant_that_pytorch_refuses_is_found():
     found = find_overflow(nn.Sequential(nn.Linear(16, 8), masked), batch(), F.cross_entropy)
     assert found.module == "1" and "a constant beyond the range of torch.float16" in found.cause
     assert "masked_fill" in found.line and found.fix == "to_fp16(keep_fp32=['1'])"
+
+
+# `learn.find_overflow()`: no cost until a step is skipped; then the same batch again
+
+
+class Huge(nn.Linear):
+    """A layer whose numbers are too large inside, from batch `at` on, when it trains."""
+
+    n = 0
+
+    def forward(self, x):
+        self.n += self.training
+        x = F.dropout(super().forward(x), training=self.training)
+        return (x * 0 + 300).square() * 0 + x if self.n > self.at else x
+
+
+def with_huge(at=0, **kwargs):
+    learn = make_learner("adam")
+    torch.manual_seed(0)
+    learn.model.append(Huge(2, 2))
+    learn.model[-1].at = at
+    learn.splitter = lambda m: [list(m.parameters())]
+    return learn.to_fp16(**kwargs)
+
+
+class Spoil(Callback):
+    """Puts inf into a gradient of batch `at` (all: None); no pass reproduces that."""
+
+    def __init__(self, at=None):
+        self.at = at
+
+    def after_backward(self):
+        if self.at in (None, self.iter):
+            self.learn.model[0].weight.grad.fill_(float("inf"))
+
+
+def test_it_costs_nothing_until_a_step_is_skipped(monkeypatch):
+    calls = []
+    search = lambda *a, **k: calls.append(k["step"])  # noqa: E731
+    monkeypatch.setattr("mixedfp.diagnose.overflow.find_overflow", search)
+    learn = make_learner().to_fp16()
+    learn.fit(1, 0.01)
+    with pytest.raises(MixedPrecisionError, match="no step was skipped so far"):
+        learn.mp_cb.find_overflow()
+    learn.fit(1, 0.01, cbs=Spoil(2))
+    assert calls == []
+    learn.find_overflow()
+    assert calls == [6]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_the_module_is_named_and_the_learner_stays_as_it_is(flat):
+    learn = with_huge(at=2, flat_master=flat)
+    learn.fit(1, 0.01)
+    before, random = bits(learn), torch.get_rng_state()
+    found = learn.find_overflow()
+    assert (found.phase, found.module, found.operation) == ("forward", "11", "pow")
+    assert found.step == 3 and found.fix == "to_fp16(keep_fp32=['11'])"
+    assert_same(bits(learn), before)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_learner_that_keeps_the_module_in_32_bits_is_healthy():
+    learn = with_huge(keep_fp32=["11"])
+    learn.fit(1, 0.01)
+    assert learn.mp_cb.n_skipped == 0
+    assert learn.find_overflow(learn.dls.one_batch()) is None
+
+
+def test_the_error_after_too_many_skips_names_the_module_or_says_that_nothing_is_reproduced():
+    with pytest.raises(MixedPrecisionError, match="(?s)in a row were skipped.*forward.*11 .Huge"):
+        with_huge(max_skips=3).fit(1, 0.01)
+    with pytest.raises(MixedPrecisionError, match="Not reproduced"):
+        make_learner().to_fp16(max_skips=2).fit(1, 0.01, cbs=Spoil())
