@@ -30,7 +30,7 @@ PAGES_ELSEWHERE := index.ipynb $(addprefix nbs/,08_step.ipynb 10_callback.ipynb 
   14_checkpoint.ipynb 03a_torch_private.ipynb)
 TESTS_ELSEWHERE := $(addprefix tests/test_,torch_private.py scaler.py laws.py imports.py skorch.py compiled.py \
   engines.py)
-# On the simulated GPU: tests that move models, and a sample of the laws.
+# On the simulated GPU: tests of a GPU, and counts of launches and bytes.
 ON_CUDA := pytest -q -n $(WORKERS) --dist worksteal -p simulated_cuda.plugin
 # A worker that is done takes tests that another has not started.
 PYTEST := pytest -q -n $(WORKERS) --dist worksteal

@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 
 from simulated_cuda import device  # noqa: E402
+from simulated_cuda.device import tensors  # noqa: E402
 
 # isort: split
 import torch  # noqa: E402
@@ -29,7 +30,7 @@ from common import FLAT, HALF, options, table, write  # noqa: E402
 from networks import LM, ViT, images, loss_of, words  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
 
 from mixedfp.optimizer import with_masters  # noqa: E402
 
@@ -77,7 +78,7 @@ class Traffic(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         out = _empty_result(func, args, kwargs) if name in BY_SHAPE else func(*args, **kwargs)
-        operands, results = _tensors((args, kwargs)), _tensors(out)
+        operands, results = tensors((args, kwargs)), tensors(out)
         if any(t.is_cuda for t in operands):  # the host reads zeros: no step is skipped
             out = 0.0 if isinstance(out, float) else out
             for t in results:
@@ -106,19 +107,15 @@ class Kernels(Traffic):
         if self.products > n:
             self.kinds.append("product")
         elif (device.counts() - before).launches:
-            dtypes = {t.dtype for t in (*_tensors(args), *_tensors(out))}
+            dtypes = {t.dtype for t in (*tensors(args), *tensors(out))}
             is_cast = "copy" in func._schema.name and len(dtypes) > 1
             self.kinds.append("cast" if is_cast else "other")
         return out
 
 
-def _tensors(tree):
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-
-
 def _empty_result(func, args, kwargs):
     """Return memory for the result of `func`; PyTorch infers its shape on the meta device."""
-    there = next(t.device for t in _tensors(args) if t.is_cuda)
+    there = next(t.device for t in tensors(args) if t.is_cuda)
     args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
 
     def made(t):

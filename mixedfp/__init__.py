@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "callback": "MixedPrecision mixed_precision PrecisionRecorder",
-    "cast": "bn2float model2float model2half to_float to_half",
+    "cast": "bn2float model2half to_float to_half",
     "checkpoint": "Checkpoint",
     "diagnose.audit": "precision_audit PrecisionAudit",
     "diagnose.memory": "memory_of",
@@ -22,7 +22,7 @@ _MODULES = {
     "engine.forward": "computing",
     "engine.masters": "masters_of",
     "examples": "Darknet cifar10 photos",
-    "formats": "MixedPrecisionError NumberFormat is_lost ulp",
+    "formats": "MixedPrecisionError is_lost ulp",
     "layerwise": "LayerwiseGradientScaler",
     "master": "get_master master2model model_g2master_g",
     "optimizer": "with_masters",

@@ -6,21 +6,18 @@
 __all__ = ['mixed_precision', 'MixedPrecision', 'PrecisionRecorder']
 
 # %% ../nbs/10_callback.ipynb #5e80e5ff
-import copy
 import inspect
-import random
 from collections.abc import Mapping
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from fastai.callback.core import Callback, CancelFitException, CancelStepException
 from fastai.callback.fp16 import MixedPrecision as AutocastMixedPrecision
 from fastai.callback.fp16 import NonNativeMixedPrecision
 from fastai.learner import Learner
-from fastai.torch_core import maybe_gather, no_random
+from fastai.torch_core import no_random
 from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import distributed, nn
@@ -29,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .cast import Policy
 from .diagnose import audit, overflow, report
 from .formats import MixedPrecisionError
-from .master import norm_bias_ids
-from .nested import check_flag, check_positive, check_steps
+from .master import split_params
+from .nested import check_positive, check_steps
 from .optimizer import with_masters
 from .scaler import LossScaler
 from .sharded import has_shards
@@ -38,15 +35,6 @@ from .step import MixedTraining, guard_of
 
 # %% ../nbs/10_callback.ipynb #ff809730
 _OF_FASTAI = (AutocastMixedPrecision, NonNativeMixedPrecision)
-
-
-class _Suspect(NamedTuple):
-    "A batch whose step was skipped."
-
-    batch: tuple
-    loss_func: Any
-    scale: Any  # (), the factor of the loss
-    step: int | None
 
 
 def _loss_of(learn):
@@ -60,13 +48,6 @@ def _loss_of(learn):
     return loss_func
 
 
-class _SetLearn:
-    "Sets a callback's `learn`; without `__get__` it is read like any other attribute."
-
-    def __set__(self, cb, learn):
-        cb._join(learn)
-
-
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
@@ -77,42 +58,36 @@ class MixedPrecision(Callback):
     """
 
     order = 10  # like fastai's own: GradientAccumulation runs before it, GradientClip after it
-    learn: Any = _SetLearn()
 
-    @delegates(with_masters)
+    @delegates(LossScaler.__init__, but=["device", "init_scale", "layers"])
+    @delegates(with_masters, keep=True)
     def __init__(
         self,
         loss_scale: float = 512.0,  # > 0; the constant scale, or the initial one if `dynamic`
         flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
-        dynamic: bool = True,  # back off after an overflow, grow after enough steps without one
         dtype: torch.dtype | str = torch.float16,  # the model's; only float16 is scaled
-        growth_factor: float = 2.0,  # > 1
-        backoff_factor: float = 0.5,  # between 0 and 1
-        growth_interval: int = 2000,  # steps, > 0
-        min_scale: float = 1.0,  # lower bound of a dynamic scale
-        max_scale: float = 2.0**24,  # upper bound of a dynamic scale
-        max_skips: int = 30,  # in a row; then an error names the layers
-        enabled: bool = True,  # fastai's switch for scaling
         layer_scales: Mapping[str, float] | None = None,  # by layer name
-        **kwargs: Any,  # the other settings of `with_masters`
+        **kwargs: Any,  # the other settings of `LossScaler` and `with_masters`
     ):
-        vars(self)["learn"] = None
+        names = inspect.signature(LossScaler).parameters.keys() - {"device"}
+        settings = {k: kwargs.pop(k) for k in names & kwargs.keys()}
         policy = Policy(dtype, flat_master, **kwargs)  # pyright: ignore
         if policy.half_grads and layer_scales is not None:
             raise ValueError("half_grads=True leaves gradients scaled: omit layer_scales")
-        first = check_positive("loss_scale", loss_scale)
-        rule = growth_factor, backoff_factor, growth_interval, check_flag("enabled", enabled)
-        bounds: Any = dict(min_scale=min_scale, max_scale=max_scale, max_skips=max_skips)
-        scaler = LossScaler(None, first, *rule, dynamic=dynamic, **bounds)
+        scaler = LossScaler(init_scale=check_positive("loss_scale", loss_scale), **settings)
         if policy.dtype != torch.float16:  # scale settings are checked anyway
-            scaler = guard_of(policy, max_skips=max_skips)
+            scaler = guard_of(policy, max_skips=scaler.max_skips)
         self.mixed = MixedTraining(policy, scaler, layer_scales)
-        self._true_loss: Any = None  # of this batch, while its loss is scaled
         self._last_loss: Any = None  # the previous batch's loss
         self._suspects: list[tuple] = []  # the last skipped batch, and those that may be skipped
 
-    def _join(self, learn):
-        "Join `learn`; if it is None, leave the current Learner and restore its float32 model."
+    @property
+    def learn(self) -> Any:
+        "The Learner; setting None, as `remove_cb` does, restores its float32 model."
+        return vars(self).get("learn")
+
+    @learn.setter
+    def learn(self, learn):
         if learn is None and self.learn is not None:
             self._detach()
             if vars(self.learn).get("mp_cb") is self:
@@ -122,10 +97,6 @@ class MixedPrecision(Callback):
             learn.mp_cb = self
 
     # --- added to a Learner, and removed ---
-
-    def after_create(self) -> None:
-        "Make the model compute in 16 bits."
-        self._attach()
 
     def before_fit(self) -> None:
         "Adopt changes made to the model and optimizer since the last fit."
@@ -138,16 +109,17 @@ class MixedPrecision(Callback):
         if self._is_searching() and self._has_other_ranks():
             raise MixedPrecisionError(
                 "lr_find would hang with several processes: each ends the search at its own loss. "
-                "Find the rate in one process, outside distrib_ctx, or inside fsdp_ctx"
+                "Find the rate in one process, outside distrib_ctx"
             )
-        self._attach()
+        self.after_create()
         self._last_loss = None
 
     def before_train(self) -> None:
         "Adopt changes that other callbacks made to the model since the last epoch."
         self.mixed.attach(self.model)
 
-    def _attach(self):
+    def after_create(self) -> None:
+        "Make the model compute in 16 bits, if it does not yet."
         if "gan_trainer" in vars(self.learn):
             raise MixedPrecisionError(
                 "the loss of a GANLearner calls the generator and critic outside the model's "
@@ -157,27 +129,23 @@ class MixedPrecision(Callback):
         try:
             self.mixed.attach(self.model)
             vars(self.learn).setdefault("create_opt", self._create_opt)
-            self._wrap_opt()
+            self.before_batch()
         except Exception:
             self._detach()  # a model that cannot be trained in 16 bits is left in float32
             raise
         if is_new:
             self._reset_states()
 
-    def _wrap_opt(self):
+    def before_batch(self) -> None:
+        "Wrap the optimizer, if it is new; inputs are cast in the model's forward pass."
         if self.learn.opt is not None and self.mixed.is_attached:
             self.mixed.wrap(self.learn.opt)
 
     def _create_opt(self):
         "Create and wrap the Learner's optimizer, so that no state is loaded in 16 bits."
-        before = self.learn.opt
         self.mixed.attach(self.model)  # after validation, shards may be gathered
-        try:
-            type(self.learn).create_opt(self.learn)
-            self._wrap_opt()
-        except BaseException:
-            self.learn.opt = before
-            raise
+        type(self.learn).create_opt(self.learn)
+        self.before_batch()
 
     def _detach(self):
         if vars(self.learn).get("create_opt") == self._create_opt:
@@ -193,22 +161,14 @@ class MixedPrecision(Callback):
 
     # --- one batch ---
 
-    def before_batch(self) -> None:
-        "Begin a batch; its inputs are cast in the model's forward pass, not here."
-        if self.mixed.opt is None or self.mixed.opt.opt is not self.learn.opt:  # created in a fit
-            self._wrap_opt()
-
     def before_backward(self) -> None:
         "Scale the loss."
-        self._true_loss = self.loss_grad
         self.learn.loss_grad = self.mixed.scaler.scale(self.loss_grad)
 
     def after_backward(self) -> None:
-        "Restore the true loss; show the previous one if only this batch overflowed."
-        if self._true_loss is not None:
-            self.learn.loss_grad, self._true_loss = self._true_loss, None
+        "Show the previous loss if only this batch overflowed."
         loss, last, self._last_loss = self.loss.detach(), self._last_loss, self.loss.detach()
-        is_shown = not self.mixed.scaler.is_enabled() or "lr_finder" in vars(self.learn)
+        is_shown = not self.mixed.scaler.is_enabled() or self._is_searching()
         if not is_shown and last is not None and last.shape == loss.shape:
             self.learn.loss = torch.where(loss.isfinite() | ~last.isfinite(), loss, last)
 
@@ -216,7 +176,9 @@ class MixedPrecision(Callback):
         "Unscale and check the gradients; skip the step if any is inf or nan."
         found = self.mixed.opt.look()
         if found is not False:
-            self._suspects = [*self._skipped(), (self._this_batch(), found)]
+            batch, scaler = (self.xb, self.yb), self.mixed.scaler
+            suspect = found, batch, _loss_of(self.learn), scaler.used, scaler.n_steps
+            self._suspects = [*self._skipped(), suspect]
         if found is True:
             self.mixed.opt.skip()
             raise CancelStepException
@@ -224,10 +186,11 @@ class MixedPrecision(Callback):
     def _skipped(self, waits=False):
         "Return the last suspect that was skipped, and later ones that the host knows nothing of."
         found = []
-        for suspect, flag in self._suspects:
+        for suspect in self._suspects:
+            flag = suspect[0]
             is_known = flag is True or waits or flag.is_ready()
             if not is_known or flag:
-                found = [*(found if not is_known else []), (suspect, flag)]
+                found = [*(found if not is_known else []), suspect]
         return found
 
     def after_step(self) -> None:
@@ -238,29 +201,29 @@ class MixedPrecision(Callback):
             self.model.zero_grad()  # the next fit starts clean
             if self._is_searching():
                 raise CancelFitException from None  # no scale helps at this learning rate
-            raise MixedPrecisionError(f"{e}\n{self._describe_overflow()}") from None
+            try:
+                found = self.find_overflow()
+                found = found or "Not reproduced: the last batch is finite when it is run again"
+            except Exception as e:  # a model that cannot be copied, or a loss that counts its calls
+                found = f"The search for the first one failed: {type(e).__name__}: {e}"
+            raise MixedPrecisionError(f"{e}\n{found}") from None
 
     def after_batch(self) -> None:
         "End a learning rate search at the first non-finite loss."
         if self.training and self._is_searching():
-            if not maybe_gather(self.loss.detach()).isfinite().all():  # across all processes
+            if not self.loss.detach().isfinite().all():
                 raise CancelFitException
 
     def _is_searching(self):
         return "lr_finder" in vars(self.learn)
 
     def _has_other_ranks(self):
-        is_shared = isinstance(self.model, DistributedDataParallel)
-        is_shared |= has_shards(self.model) and "save" not in vars(self.learn)  # see `fsdp_ctx`
+        is_shared = isinstance(self.model, DistributedDataParallel) or has_shards(self.model)
         if not (is_shared or "distributed_trainer" in vars(self.learn)):
             return False
         return distributed.is_initialized() and distributed.get_world_size() > 1
 
-    # --- the source of an inf ---
-
-    def _this_batch(self):
-        batch, scaler = (self.xb, self.yb), self.mixed.scaler
-        return _Suspect(batch, _loss_of(self.learn), scaler.used, scaler.n_steps)
+    # --- for users ---
 
     def find_overflow(
         self,
@@ -270,24 +233,20 @@ class MixedPrecision(Callback):
 
         Raises: MixedPrecisionError if no step was skipped and no batch is given.
         """
-        it = next((suspect for suspect, _ in self._skipped(waits=True)), None)
+        suspects = self._skipped(waits=True)
         if batch is not None:
-            it = _Suspect(batch, _loss_of(self.learn), self.loss_scale, None)
-        elif it is None:
+            suspects = [(True, batch, _loss_of(self.learn), self.loss_scale, None)]
+        if not suspects:
             raise MixedPrecisionError("no step was skipped so far: pass a batch, (x, y)")
+        _, batch, loss_func, scale, step = suspects[0]
         policy = self.mixed.policy
-        settings: Any = dict(keep_fp32=policy.keep_fp32, native=policy.native)
-        settings |= dict(dtype=policy.dtype, scale=float(it.scale), step=it.step)
-        return overflow.find_overflow(self.learn.model, it.batch, it.loss_func, **settings)
+        settings: Any = dict(keep_fp32=policy.keep_fp32, native=policy.native, dtype=policy.dtype)
+        settings |= dict(scale=float(scale), step=step)
+        return overflow.find_overflow(self.learn.model, batch, loss_func, **settings)
 
-    def _describe_overflow(self):
-        try:
-            found = self.find_overflow()
-        except Exception as e:  # a model that cannot be copied, or a loss that counts its calls
-            return f"The search for the first one failed: {type(e).__name__}: {e}"
-        return str(found or "Not reproduced: the last batch is finite when it is run again")
-
-    # --- for users ---
+    scales = property(lambda self: self.mixed.scaler.scales, doc="The scale of each step so far.")
+    skipped = property(lambda self: self.mixed.scaler.skipped, doc="The skipped steps, from 0.")
+    n_skipped = property(lambda self: len(self.skipped), doc="The number of skipped steps.")
 
     @property
     def loss_scale(self) -> float:
@@ -297,87 +256,53 @@ class MixedPrecision(Callback):
     @property
     def layer_scales(self) -> dict[str, float]:
         "The layers' own scales, by name; they multiply the loss scale."
-        layers = self.mixed.scaler.layers
-        return {} if layers is None else layers.layer_scales
-
-    @property
-    def scales(self) -> list[float]:
-        "The scale of each step so far."
-        return self.mixed.scaler.scales
-
-    @property
-    def skipped(self) -> list[int]:
-        "The numbers of the skipped steps, counted from 0."
-        return self.mixed.scaler.skipped
-
-    @property
-    def n_skipped(self) -> int:
-        "The number of skipped steps."
-        return len(self.skipped)
+        return getattr(self.mixed.scaler.layers, "layer_scales", {})
 
     @property
     def master_params(self) -> list[list[nn.Parameter | torch.Tensor]]:
-        """The trained parameters: for each group, a list of weights and one of norms and biases.
+        """The trained parameters: for each group, those with two or more dimensions, and the rest.
 
-        If flat, each list contains one float32 vector, a copy for reading.
+        If flat, each is replaced by the float32 vector that contains it, which is listed once.
         """
-        lists = self._params()
-        if not self._masters().policy.flat_master:
-            return lists
-        return [[torch.cat([p.detach().reshape(-1) for p in ps])] if ps else [] for ps in lists]
+        vectors = {p: v.full for v in self.mixed.masters.vectors for p in v.params}
+        found, lists = set(), []
+        for ps in self._params():
+            masters = dict.fromkeys(vectors.get(p, p) for p in ps)
+            lists.append([m for m in masters if m not in found])
+            found.update(masters)
+        return lists
 
     @property
     def model_params(self) -> list[list[torch.Tensor]]:
         "The 16-bit copies of the same parameters, as a forward pass makes them, for reading."
-        copies = self._masters().copies
+        copies, dtype = self.mixed.masters.copies, self.mixed.policy.dtype
         copied = set() if copies is None else set(copies.params)
-        dtypes = {p: self.mixed.policy.dtype for p in copied}
-        return [[p.detach().to(dtypes.get(p, p.dtype)) for p in ps] for ps in self._params()]
+        lists = self._params()
+        return [[p.detach().to(dtype if p in copied else p.dtype) for p in ps] for ps in lists]
 
     def _params(self):
-        second, lists = norm_bias_ids(self.learn.model), []
-        for ps in _groups(self.learn):
-            ps = [p for p in ps if p.requires_grad]
-            lists.append([p for p in ps if id(p) not in second])
-            lists.append([p for p in ps if id(p) in second])
-        return lists
+        opt = self.learn.opt
+        groups = self.learn.splitter(self.learn.model) if opt is None else opt.param_lists
+        return split_params(groups)
 
     def float_model(self) -> nn.Module:
         """Return a plain float32 twin of the model, for export: it shares the parameters."""
-        return self._masters().float_model()
-
-    def _masters(self):
-        if not self.mixed.is_attached:
-            raise MixedPrecisionError("no masters yet: add this callback to a Learner first")
-        return self.mixed.masters
+        return self.mixed.masters.float_model()
 
     def __getstate__(self) -> dict:
         """Return the state for a copy or pickle, without the batch."""
         return vars(self) | dict(_suspects=[])
 
     def __repr__(self) -> str:
-        """Return the main settings."""
-        policy, parts = self.mixed.policy, []
-        for name in ("flat_master", "keep_fp32", "state_dtype"):
-            if getattr(policy, name):
-                parts.append(f"{name}={getattr(policy, name)!r}")
+        """Return the settings that are not the default ones."""
+        policy, usual = vars(self.mixed.policy), vars(Policy())
+        parts = [f"{k}={v!r}" for k, v in policy.items() if k == "dtype" or v != usual[k]]
         if self.mixed.scaler.is_enabled() and not self.mixed.scaler.only_checks:
             parts.append(f"loss_scale={self.loss_scale:g}, skipped={self.n_skipped}")
-        return f"{type(self).__name__}({', '.join([str(policy.dtype), *parts])})"
+        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 mixed_precision = partial(MixedPrecision)  # `cbs=mixed_precision(flat_master=True)`
-
-# %% ../nbs/10_callback.ipynb #9aecde9b
-def _groups(learn):
-    "Return the parameters of each group of the Learner's optimizer, even if not created yet."
-    opt = learn.opt
-    if opt is None:
-        twin = copy.copy(learn)
-        with no_random():
-            type(twin).create_opt(twin)
-        opt = twin.opt
-    return [list(ps) for ps in opt.param_lists]
 
 # %% ../nbs/10_callback.ipynb #d11e58e5
 def _use(learn, cb):
@@ -433,26 +358,10 @@ def find_overflow(
     return self.mp_cb.find_overflow(batch)
 
 # %% ../nbs/10_callback.ipynb #2b846e7f
-@contextmanager
-def _same_batches(dl):
-    "Restore the batches of `dl` and the random state at the end of the block."
-    kept = dict(vars(dl))
-    own = dl.rng.getstate() if isinstance(kept.get("rng"), random.Random) else None
-    with no_random():
-        try:
-            yield
-        finally:
-            vars(dl).clear()
-            vars(dl).update(kept)
-            if own is not None:
-                dl.rng.setstate(own)
-
-
 def _some_batches(learn, n):
-    "Return the first `n` training batches, each as inputs and the tuple of targets."
-    dl = learn.dls.train
-    with _same_batches(dl), dl.fake_l.no_multiproc():
-        batches = list(islice(iter(dl), n))
+    "Return `n` training batches, the same in each call, each as inputs and the tuple of targets."
+    with no_random():
+        batches = list(islice(learn.dls.train.new(num_workers=0), n))
     n_inp = [getattr(learn.dls, "n_inp", max(1, len(b) - 1)) for b in batches]
     return [(tuple(b[:i]), tuple(b[i:])) for b, i in zip(batches, n_inp, strict=True)]
 
@@ -488,7 +397,7 @@ def precision_audit(self: Learner) -> audit.PrecisionAudit:
 
 # %% ../nbs/10_callback.ipynb #037782ea
 class PrecisionRecorder(Callback):
-    "Adds two columns to the Learner's table: the loss scale, and the steps skipped in this epoch."
+    "Adds two columns to the Learner's table: the loss scale, and the steps skipped so far."
 
     order = 55  # after `Recorder`, before callbacks that display its names
 
@@ -498,13 +407,7 @@ class PrecisionRecorder(Callback):
         at = len(names) - self.learn.recorder.add_time
         self.learn.recorder.metric_names = names[:at] + ["loss_scale", "skipped"] + names[at:]
 
-    def before_epoch(self) -> None:
-        "Record the number of skips so far."
-        cb = vars(self.learn).get("mp_cb")
-        self.n_before = 0 if cb is None else cb.n_skipped
-
     def after_validate(self) -> None:
         "Add the values."
         cb = vars(self.learn).get("mp_cb")
-        scale, n = (1.0, 0) if cb is None else (cb.loss_scale, cb.n_skipped)
-        self.learn.recorder.log += [scale, n - self.n_before]
+        self.learn.recorder.log += [1.0, 0] if cb is None else [cb.loss_scale, cb.n_skipped]

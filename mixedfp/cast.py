@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SECOND_MOMENTS', 'to_half', 'to_float', 'is_castable', 'bn2float', 'WrappedForward', 'FloatForward', 'as_patterns',
-           'is_called', 'kept_parts', 'model2half', 'model2float', 'Policy']
+           'is_called', 'kept_parts', 'model2half', 'Policy']
 
 # %% ../nbs/04_cast.ipynb #2c1caee3
 from collections.abc import Iterable, Mapping
@@ -48,22 +48,13 @@ def is_castable(t: Tensor) -> bool:
     return t.is_floating_point() and t.itemsize > 1
 
 
-def _cast(model, dtype, kept=()):
-    # not `to`, which also casts complex parameters
-    def cast(t):
-        return t.to(torch.float32 if t in kept else dtype) if is_castable(t) else t
-
-    for m in model.modules():
-        apply_to_own(m, cast)
-
-
 def bn2float(
     module: nn.Module,  # changed in place
 ) -> nn.Module:  # `module`
     "Cast every BatchNorm, SyncBatchNorm and InstanceNorm in `module` back to 32 bits."
     for m in module.modules():
         if isinstance(m, NORMS):
-            _cast(m, torch.float32)
+            m.float()
     return module
 
 # %% ../nbs/04_cast.ipynb #wrap0001
@@ -177,7 +168,7 @@ def kept_parts(
 # %% ../nbs/04_cast.ipynb #eaefc2b4
 def model2half(
     model: nn.Module,  # changed in place; its parameters remain the same objects
-    dtype: torch.dtype = torch.float16,  # of all parts that do not stay in 32 bits
+    dtype: torch.dtype = torch.float16,  # of all parts that do not stay in 32 bits; float32: undo
     keep_fp32: type | str | Iterable[type | str] = (),  # more parts to keep: types, names, globs
 ) -> nn.Module:  # `model`
     """Cast `model` to `dtype`, except for `kept_parts`, which compute in 32 bits.
@@ -187,19 +178,16 @@ def model2half(
     dtype = check_dtype(dtype)
     outermost, kept = kept_parts(model, keep_fp32)
     kept |= {p.grad for p in model.parameters() if p in kept and p.grad is not None}
-    _cast(model, dtype, kept)
+
+    def cast(t):  # not `to`, which also casts complex parameters
+        return t.to(torch.float32 if t in kept else dtype) if is_castable(t) else t
+
     for m in model.modules():
+        apply_to_own(m, cast)
         FloatForward.remove(m)
     for m in outermost if dtype != torch.float32 else ():
         FloatForward(m).dtype = dtype
     return model
-
-
-def model2float(
-    model: nn.Module,  # changed in place
-) -> nn.Module:  # `model`, every floating-point parameter and buffer in float32
-    "Cast `model` to 32 bits. Bits lost in a cast to 16 are not restored; only masters keep them."
-    return model2half(model, torch.float32)
 
 # %% ../nbs/04_cast.ipynb #policy01
 @dataclass(frozen=True)
@@ -226,11 +214,6 @@ class Policy:
         checked["state_dtype"] = _check_state_dtype(self.state_dtype)  # pyright: ignore
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.half_grads and self.dtype == torch.float32:
-            raise MixedPrecisionError(
-                "half_grads=True needs a model in 16 bits, whose gradients it keeps. "
-                "Use dtype=torch.bfloat16 or torch.float16"
-            )
         for name in ("state_dtype", "half_grads"):
             if getattr(self, name) and not self.flat_master:
                 raise MixedPrecisionError(

@@ -46,73 +46,52 @@ class Checkpoint(Callback):
             raise ValueError(f"`fname` is {fname!r}: expected a file name, such as 'run'")
         self.fname = fname
         self.fits: list = []  # from the file: the epochs of each fit, and those that are finished
-        self.n_done = 0  # epochs of this fit, to be skipped
-        self.has_begun = False  # a fit, not a validation
-        self.trained: int | None = None  # the last epoch with batches
+        self.to_skip: list = []  # the same, of this fit and later ones
+        self.begun: int | None = None  # the last epoch of this fit; None: a validation
 
     def before_fit(self) -> None:
         "Check that a file can be written; turn fastai's trackers off for skipped epochs."
-        self.has_begun, self.trained, self.n_done = False, None, 0
         self.run = not hasattr(self.learn, "lr_finder")  # until the end of this fit
         if not self.run:
             return
         if has_shards(self.model):
-            raise MixedPrecisionError(
-                "Checkpoint cannot write models sharded over processes: inside fsdp_ctx use "
-                "SaveModelCallback(every_epoch=True, with_opt=True)"
-            )
+            use = "SaveModelCallback(every_epoch=True, with_opt=True)"
+            raise MixedPrecisionError(f"Checkpoint cannot write sharded models: use {use}")
         if not rank_distrib():
-            path = self._path(self.learn)
-            if path.is_dir():
-                raise IsADirectoryError(f"`{path}` is a folder: use another `fname`")
-            part = draft(path)
-            part.touch()
-            part.unlink()
-        if to_do := self.fits[len(self._finished(self.learn)) :]:
-            self.n_done = to_do[0][1]
-        for cb in self._counting() if self.n_done else []:
-            cb.run = False
-        for cb in self.learn.cbs if self.fits else []:  # `fine_tune` has one `start_epoch` for two
-            if isinstance(cb, SkipToEpoch):
-                self._begin()
-                cb._skip_to = self.n_done
+            draft(self._path(self.learn)).unlink()
+        to_skip = self.fits[len(self._finished(self.learn)) :]
+        self.begun, self.to_skip = None, to_skip or [[vars(self.learn).get("n_epoch"), 0]]
+        for cb in self.learn.cbs if self.fits else []:
+            if to_skip and isinstance(cb, _COUNTING) or isinstance(cb, SkipToEpoch):
+                cb.run = False  # `before_train` skips, in place of `start_epoch`
 
-    def _begin(self):
-        "Compare this fit with that of the file."
-        self.has_begun, path = True, self._path(self.learn)
-        at = len(self._finished(self.learn))
-        if self.n_done and self.fits[at][0] != self.n_epoch:
+    def before_train(self) -> None:
+        "Skip an epoch that is finished. Raises: MixedPrecisionError if this is another fit."
+        self.begun = self.epoch
+        n_fit, path = len(self._finished(self.learn)) + 1, self._path(self.learn)
+        n_epoch, n_done = self.to_skip[0]
+        if n_epoch != self.n_epoch:
             raise MixedPrecisionError(
-                f"fit {at + 1} of the run in `{path}` has {self.fits[at][0]} epochs, this one "
+                f"fit {n_fit} of the run in `{path}` has {n_epoch} epochs, this one "
                 f"{self.n_epoch}: make the same fits in the same order, and new ones after them; "
                 "or use another file name"
             )
-        if at + 1 < len(self.fits):
-            warn_once(f"fit {at + 1} is skipped: the run in `{path}` has finished it")
-
-    def before_train(self) -> None:
-        "Skip a finished epoch if the fit does not: `fit_flat_cos` ignores `start_epoch`."
-        if not self.has_begun:
-            self._begin()
-        if self.epoch < self.n_done:
+        if self.epoch < n_done:
+            warn_once(f"{n_done} epochs of fit {n_fit} are skipped: they are in `{path}`")
+            self.learn("after_train")  # other callbacks may undo their `before_train`
             raise CancelEpochException
-        self.trained = self.epoch
 
     def after_epoch(self) -> None:
         "Write the checkpoint; after the last skipped epoch, restore all states."
-        if self.trained == self.epoch:
-            saved = self._progress()
-            if not rank_distrib():
-                opt = {**self.opt.state_dict(), _KEY: saved}
-                state = {"model": get_model(self.model).state_dict(), "opt": opt}
-                save_checkpoint(state, self._path(self.learn))
-        is_last = len(self._finished(self.learn)) + 1 == len(self.fits)
-        if self.has_begun and is_last and self.epoch + 1 == self.n_done:
+        n_done = self.to_skip[0][1]
+        if self.begun == self.epoch >= n_done:
+            self._write()
+        elif self.begun == self.epoch == n_done - 1 and len(self.to_skip) == 1:
             self._restore()
 
     def after_fit(self) -> None:
         "Count the fit."
-        if self.has_begun:
+        if self.begun is not None:
             self._finished(self.learn).append([self.n_epoch, self.n_epoch])
 
     def resume(
@@ -124,19 +103,12 @@ class Checkpoint(Callback):
         Raises: MixedPrecisionError for a file that is damaged, from another model or optimizer, or
         not written by `Checkpoint`; nothing is loaded then.
         """
-        self.fits, path = [], self._path(learn)
-        if not path.exists():
-            return 0
-        if learn.opt is None:
-            learn.create_opt()
-        state = self._read(learn)
-        fits = state["opt"][_KEY]["fits"]
-        to_do = fits[len(self._finished(learn)) :]
-        if not to_do:  # the file is from this Learner, whose next fit is a new one
-            return 0
-        self.fits = fits
-        _load(learn, state)
-        return to_do[0][1]
+        self.fits = []
+        if self._path(learn).exists():
+            if learn.opt is None:
+                learn.create_opt()
+            self.fits = self._load(learn)["fits"]
+        return next((n_done for _, n_done in self.fits[len(self._finished(learn)) :]), 0)
 
     def _path(self, learn):
         return join_path_file(self.fname, learn.path / learn.model_dir, ext=".pth")
@@ -148,35 +120,41 @@ class Checkpoint(Callback):
     def _counting(self):
         return [cb for cb in self.learn.cbs if isinstance(cb, _COUNTING)]
 
-    def _read(self, learn):
-        "Return the state in the file, after a check of all that will be loaded from it."
+    def _n_processes(self):
+        is_shared = isinstance(self.model, DistributedDataParallel)
+        return distributed.get_world_size(self.model.process_group) if is_shared else 1
+
+    def _load(self, learn):
+        "Load model and optimizer, after a check of the whole file; return the rest of it."
         path = self._path(learn)
         state = load_checkpoint(path, getattr(learn.dls, "device", None) or "cpu")
         try:
-            other = _differences(learn, state)
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-            raise MixedPrecisionError(f"`{path}` is not of the kind {_FORMAT!r}: {e!r}") from e
-        if other:
+            _check(learn, state)
+        except Exception as e:
             raise MixedPrecisionError(
-                f"`{path}` is of another model or optimizer: {', '.join(other[:3])} differ"
-            )
-        return state
+                f"`{path}` was saved with a different model or optimizer, or not by Checkpoint: {e}"
+            ) from e
+        saved = state["opt"][_KEY]
+        if len(saved["fits"]) > len(self._finished(learn)):  # else the next fit is a new one
+            learn.opt.load_state_dict(state["opt"])
+            get_model(learn.model).load_state_dict(state["model"])
+        return saved
 
-    def _progress(self):
-        "Return the rest of the state to save. Sync: all processes send their part."
-        named = get_model(self.model).named_parameters()
-        part = {
-            "random": random_states(self.dls),
-            "grads": {k: _brief(p.grad.cpu()) for k, p in named if p.grad is not None},
-        }
-        ranks: Any = [part]
-        if isinstance(self.model, DistributedDataParallel):
-            group = self.model.process_group
-            ranks = None if rank_distrib() else [None] * distributed.get_world_size(group)
-            distributed.gather_object(part, ranks, group=group, group_dst=0)
+    def _write(self):
+        "Write the checkpoint. Sync: all processes send their part to the first."
+        model, n = get_model(self.model), self._n_processes()
+        grads = {k: p.grad.cpu() for k, p in model.named_parameters() if p.grad is not None}
+        for k, g in grads.items():  # zeros, as they usually are, take no space
+            grads[k] = g if g.is_sparse or g.any() else g.new_zeros(()).expand_as(g)
+        part = {"random": random_states(self.dls), "grads": grads}
+        ranks: Any = None if rank_distrib() else [part] * n
+        if n > 1:
+            distributed.gather_object(part, ranks, group=self.model.process_group, group_dst=0)
+        if rank_distrib():
+            return
         mixed = _scaling(self.learn)
         scale = 1.0 if mixed is None else mixed.scaler.known_of(mixed.opt.core).scale
-        return {
+        saved = {
             "format": _FORMAT,
             "fits": [*self._finished(self.learn), [self.n_epoch, self.epoch + 1]],
             "train_iter": self.train_iter,
@@ -185,18 +163,16 @@ class Checkpoint(Callback):
                           for cb in self._counting()],
             "ranks": ranks,
         }
+        opt = {**self.opt.state_dict(), _KEY: saved}
+        save_checkpoint({"model": model.state_dict(), "opt": opt}, self._path(self.learn))
 
     def _restore(self):
         "Restore the file's state again, because the script may have changed it."
-        state = self._read(self.learn)
-        _load(self.learn, state)
-        saved, ranks = state["opt"][_KEY], state["opt"][_KEY]["ranks"]
-        self.learn.train_iter = saved["train_iter"]
-        is_shared = isinstance(self.model, DistributedDataParallel)
-        here = distributed.get_world_size(self.model.process_group) if is_shared else 1
-        if len(ranks) != here:
-            warn_once(f"the checkpoint is from {len(ranks)} process(es), this run has {here}: the "
-                      "batches differ from those of an uninterrupted run")
+        saved = self._load(self.learn)
+        ranks, self.learn.train_iter = saved["ranks"], saved["train_iter"]
+        if len(ranks) != self._n_processes():
+            warn_once(f"the checkpoint is from {len(ranks)} process(es), this run has another "
+                      "number: the batches differ from those of an uninterrupted run")
         own = ranks[min(rank_distrib(), len(ranks) - 1)]
         mixed, scale = _scaling(self.learn), saved["grad_scale"]
         if mixed is not None:
@@ -218,16 +194,6 @@ _COUNTING = TrackerCallback, GradientAccumulation
 _COUNTS = "best", "wait", "count"  # of those callbacks
 
 
-def _brief(grad):
-    "Return `grad`, expanded from a single zero if it is all zeros, as it usually is."
-    return grad if grad.is_sparse or grad.any() else grad.new_zeros(()).expand_as(grad)
-
-
-def _load(learn, state):
-    learn.opt.load_state_dict(state["opt"])
-    get_model(learn.model).load_state_dict(state["model"])
-
-
 def _layout(model, opt):
     "Return the shapes of tensors and the groups of parameters."
     found = {k: getattr(v, "shape", None) for k, v in model.items()}
@@ -236,38 +202,32 @@ def _layout(model, opt):
     return found | ({"number of parameters": len(opt["state"])} if "hypers" in opt else {})
 
 
-def _differences(learn, state):
-    """Return the names of what must be equal here and in the file, but differs.
-
-    Raises: an error of any kind for anything else that could not be loaded.
-    """
+def _check(learn, state):
+    "Raise an error of any kind for anything that could not be loaded. Nothing is changed."
     model, opt, saved = get_model(learn.model), state["opt"], state["opt"][_KEY]
-    if saved["format"] != _FORMAT:
-        raise ValueError(saved["format"])
-    here, there = _layout(model.state_dict(), learn.opt.state_dict()), _layout(state["model"], opt)
+    here = _layout(model.state_dict(), learn.opt.state_dict()) | {"format": _FORMAT}
+    there = _layout(state["model"], opt) | {"format": saved["format"]}
     if other := [k for k in here | there if here.get(k, "") != there.get(k, "")]:
-        return other
-    for s in opt["state"].values() if isinstance(opt["state"], dict) else opt["state"]:
+        raise ValueError(f"{', '.join(other[:3])} differ")
+    states = opt["state"].values() if isinstance(opt["state"], dict) else opt["state"]
+    for s in [*states, *(counts for _, counts in saved["callbacks"])]:
         dict(s)
     if opt.get("loss_scale"):
         mixed = _scaling(learn)
         (LossScaler() if mixed is None else mixed.scaler).check_state(opt["loss_scale"])
     check_positive("grad_scale", saved["grad_scale"])
-    check_steps("train_iter", saved["train_iter"])
     fits: Any = saved["fits"] or [()]  # there is at least one
     for n_epoch, n_done in fits:
-        check_steps("n_epoch", n_epoch)
-        check_steps("n_done", n_done)
-    for _, counts in saved["callbacks"]:
-        dict(counts)
+        for count in (n_epoch, n_done, saved["train_iter"]):
+            check_steps("count", count)
     params, now = dict(model.named_parameters()), random_states(learn.dls)
     for rank in saved["ranks"] or [{}]:
-        other = [k for k, g in rank["grads"].items() if g.shape != params[k].shape]
+        if other := [k for k, g in rank["grads"].items() if g.shape != params[k].shape]:
+            raise ValueError(f"the gradient of {other[0]} differs")
         try:
             set_random_states(rank["random"], learn.dls)
         finally:
             set_random_states(now, learn.dls)
-    return other
 
 
 def _scaling(learn):

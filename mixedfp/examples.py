@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,16 +130,13 @@ def cifar10(
     classes: Sequence[str] = ("airplane", "dog"),  # two or more of `CIFAR10_CLASSES`
     n_train: int | None = None,  # training images over all classes; None: 5,000 per class
     n_valid: int | None = None,  # validation images, from the test set; None: 1,000 per class
-    bs: int = 64,  # batch size, > 0
-    device: str | torch.device | None = None,  # of the batches; None: fastai's default
-    seed: int | None = 42,  # for order, flips and crops, not the subset; None: not fixed
     download: bool = True,  # whether to download 160 MB if the data is not found
+    **kwargs: Any,  # for `image_dls`: bs, device, seed; the subset does not depend on the seed
 ) -> vision.DataLoaders:  # batches (b, 3, 32, 32), float32, normalised, and (b,), int64
     """Return `classes` of CIFAR-10 as fastai `DataLoaders` whose images stay in memory.
 
     Raises: FileNotFoundError naming the places; ValueError for a wrong class or too many images.
     """
-    classes = [classes] if isinstance(classes, str) else list(classes)
     if len(set(classes) & set(CIFAR10_CLASSES)) != len(classes) or len(classes) < 2:
         raise ValueError(f"cifar10: classes={classes!r}; expected two or more different ones of "
                          f"{', '.join(CIFAR10_CLASSES)}")
@@ -148,7 +146,7 @@ def cifar10(
         found = [sorted(vision.get_image_files(root/split/c)) for c in classes]
         files, labels = _balanced(name, n, found)
         parts.append((_decode(tuple(files)), labels))
-    return image_dls(parts[0], parts[1], classes, vision.cifar_stats, bs, device, seed)
+    return image_dls(parts[0], parts[1], classes, vision.cifar_stats, **kwargs)
 
 # %% ../nbs/17_examples.ipynb #3899ed20
 _COLUMNS = {"train": range(9), "valid": (12,)}  # of 16 in a band; they are 8 pixels apart
@@ -164,11 +162,9 @@ def _cuts(name, split):
 
 
 def photos(
-    bs: int = 64,  # batch size, > 0
     n_train: int | None = None,  # training cuts from both photographs; None: all 4,500
     n_valid: int | None = None,  # validation cuts; None: all 500
-    device: str | torch.device | None = None,  # of the batches; None: fastai's default
-    seed: int | None = 42,  # for order, flips and crops, not the subset; None: not fixed
+    **kwargs: Any,  # for `image_dls`: bs, device, seed; the subset does not depend on the seed
 ) -> vision.DataLoaders:  # batches (b, 3, 32, 32), float32, normalised, and (b,), int64
     """Return 32×32 cuts of scikit-learn's two photographs, `china` and `flower`, as `DataLoaders`.
 
@@ -179,7 +175,7 @@ def photos(
     for split, name, n in (("train", "n_train", n_train), ("valid", "n_valid", n_valid)):
         cuts, labels = _balanced(name, n, [_cuts(photo, split) for photo in vocab])
         parts.append((torch.stack(cuts), labels))
-    return image_dls(parts[0], parts[1], vocab, None, bs, device, seed)
+    return image_dls(parts[0], parts[1], vocab, **kwargs)
 
 # %% ../nbs/17_examples.ipynb #50c9d0f8
 def conv_layer(n_in: int, n_out: int, ks: int = 3, stride: int = 1) -> nn.Sequential:

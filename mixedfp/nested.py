@@ -11,10 +11,10 @@ import copy
 import functools
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
-from operator import is_
 from typing import Any
 
 import torch
@@ -23,29 +23,23 @@ from torch.compiler import is_compiling
 
 # %% ../nbs/02_nested.ipynb #02f35119
 @functools.cache
-def warn_once(
-    message: str,  # logged as a warning by the logger `mixedfp`
-) -> None:
-    "Log `message` once per process."
+def warn_once(message: str) -> None:
+    "Log `message` once per process, as a warning of the logger `mixedfp`."
     logging.getLogger("mixedfp").warning(message)
 
 # %% ../nbs/02_nested.ipynb #eed68f14
-_DTYPES = {
-    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp32", "float32"), torch.float32),
-}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def check_dtype(
     dtype: torch.dtype | str,  # float16, bfloat16 or float32; or a name such as "bf16" or "half"
 ) -> torch.dtype:
     "Return the dtype to train in. Raises: TypeError."
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in _DTYPES.values():
         raise TypeError(
             f"`dtype` is {dtype!r}: expected torch.float16, torch.bfloat16 or torch.float32, or "
-            f"one of {', '.join(map(repr, _DTYPES))}"
+            "a name, such as 'float16', 'bf16' or 'fp32'"
         )
     return found
 
@@ -59,31 +53,27 @@ def map_tensors(
         return f(o)
     if isinstance(o, list | tuple):
         new = [map_tensors(f, v) for v in o]
-        if not is_compiling() and all(map(is_, new, o)):  # Dynamo does not compare tuples
+        if not is_compiling() and all(map(operator.is_, new, o)):  # Dynamo does not compare tuples
             return o
         return type(o)(*new) if hasattr(o, "_fields") else type(o)(new)
+    put: Any = operator.setitem if isinstance(o, Mapping) else object.__setattr__
     if isinstance(o, Mapping):
-        return _replaced(o, dict(o), f, lambda c, k, v: c.__setitem__(k, v))
-    if is_dataclass(o) and not isinstance(o, type):
-        return _replaced(o, {x.name: getattr(o, x.name) for x in fields(o)}, f, object.__setattr__)
-    return o
-
-
-def _replaced(o, items, f, put):
-    "Return a copy of `o` with its `items` mapped by `f`; `o` itself if nothing changed."
-    new = {k: map_tensors(f, v) for k, v in items.items()}
-    if is_compiling() and isinstance(o, dict):
-        if type(o) is dict:
-            return new
-        if is_dataclass(o):  # a ModelOutput, whose items Dynamo's copy would lose
-            return type(o)(**new)
-    changed = {k: v for k, v in new.items() if v is not items[k]}
-    if not changed:
+        items = dict(o)
+    elif is_dataclass(o) and not isinstance(o, type):
+        items = {x.name: getattr(o, x.name) for x in fields(o)}
+    else:
         return o
-    c = copy.copy(o)  # keeps the class and its other data (a ModelOutput, an OrderedDict)
+    new = {k: map_tensors(f, v) for k, v in items.items()}
+    if is_compiling() and type(o) is dict:
+        return new
+    if is_compiling() and isinstance(o, dict) and is_dataclass(o):
+        return type(o)(**new)  # a ModelOutput, whose items Dynamo's copy would lose
+    changed = {k: v for k, v in new.items() if v is not items[k]}
+    if changed:
+        o = copy.copy(o)  # keeps the class and its other data (a ModelOutput, an OrderedDict)
     for k, v in changed.items():
-        put(c, k, v)
-    return c
+        put(o, k, v)
+    return o
 
 # %% ../nbs/02_nested.ipynb #cefadfa8
 def tensors_in(o: Any) -> list[Tensor]:
@@ -93,11 +83,8 @@ def tensors_in(o: Any) -> list[Tensor]:
     return found
 
 
-def cast_floats(
-    o: Any,  # a tensor, or any nesting that `map_tensors` handles
-    dtype: torch.dtype,  # a floating-point dtype
-) -> Any:  # the same nesting and types
-    "Return `o` with floating-point tensors cast to `dtype`, and everything else unchanged."
+def cast_floats(o: Any, dtype: torch.dtype) -> Any:
+    "Return `o`, of the same nesting and types, with floating-point tensors cast to `dtype`."
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, o)
 
 # %% ../nbs/02_nested.ipynb #1fa9227d
@@ -125,11 +112,8 @@ def check_steps(name: str, value: int) -> int:
     return int(value)
 
 
-def check_factors(
-    growth_factor: float,  # > 1
-    backoff_factor: float,  # between 0 and 1
-) -> None:
-    "Check the factors by which a scale is multiplied. Raises: TypeError, ValueError."
+def check_factors(growth_factor: float, backoff_factor: float) -> None:
+    "Check that one is above 1 and the other between 0 and 1. Raises: TypeError, ValueError."
     if check_positive("growth_factor", growth_factor) <= 1:
         raise ValueError(f"`growth_factor` is {growth_factor!r}: expected a number above 1")
     if check_positive("backoff_factor", backoff_factor) >= 1:

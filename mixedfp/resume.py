@@ -88,7 +88,7 @@ def save_checkpoint(
     "Write `state` atomically: a crash leaves either the old file or the new one. Raises: OSError."
     part = draft(path)
     try:
-        with open(part, "xb") as file:
+        with open(part, "wb") as file:
             torch.save(_plain(state), file)
             file.flush()
             os.fsync(file.fileno())
@@ -98,16 +98,18 @@ def save_checkpoint(
         raise
 
 
-def draft(
-    path: str | Path,
-) -> Path:  # in the same folder
-    "Return a new name for an unfinished file; remove those over an hour old, left by killed runs."
+def draft(path: str | Path) -> Path:
+    "Create a file beside `path` to replace it; remove those over an hour old, of killed runs."
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"`{path}` is a folder: use another name")
     for old in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         with suppress(FileNotFoundError):  # another run has removed it
             if time.time() - old.stat().st_mtime > 3600:
                 old.unlink()
-    return path.with_name(f"{path.name}.{uuid4().hex[:8]}.tmp")
+    part = path.with_name(f"{path.name}.{uuid4().hex[:8]}.tmp")
+    part.touch(exist_ok=False)
+    return part
 
 
 def load_checkpoint(
@@ -118,18 +120,16 @@ def load_checkpoint(
     with open(path, "rb") as file:
         try:  # `torch.load` ignores checksums, and reads an entry marked as a folder as empty
             found = zipfile.ZipFile(file)
-            marked = [i for i in found.infolist() if i.external_attr & 0x10]
-            is_whole = found.testzip() is None and not marked
-        except Exception:  # of many kinds, if the list of entries is damaged
-            is_whole = False
-        if not is_whole:
-            raise MixedPrecisionError(f"`{path}` is damaged: delete it to start anew")
-        file.seek(0)
-        try:
+            if found.testzip() or any(entry.external_attr & 0x10 for entry in found.infolist()):
+                raise zipfile.BadZipFile("a wrong checksum")
+            file.seek(0)
             return torch.load(file, map_location=device, weights_only=True)
         except pickle.UnpicklingError as e:
             raise MixedPrecisionError(
-                f"`{path}` contains more than data: learn.load reads the files of learn.save"
+                f"`{path}` contains Python objects other than tensors and numbers, so it was not "
+                "loaded: learn.load reads the files of learn.save"
             ) from e
-        except RuntimeError as e:  # of PyTorch's own reader
-            raise MixedPrecisionError(f"`{path}` cannot be read: {e}") from e
+        except Exception as e:  # of many kinds
+            raise MixedPrecisionError(
+                f"`{path}` cannot be read: {e}. If it is damaged, delete it to start anew"
+            ) from e

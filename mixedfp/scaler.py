@@ -31,7 +31,7 @@ from mixedfp.nested import (
     map_tensors,
     warn_once,
 )
-from .sharded import agree, groups_of, is_sharded, local_parts
+from .sharded import agree, is_sharded
 
 # %% ../nbs/06_scaler.ipynb #4fdc70b9
 def _groups(optimizer):
@@ -154,8 +154,10 @@ _form = attrgetter("__class__", "layout", "device", "dtype")
 
 
 def _for_kernel(grad):
-    if is_sharded(grad):
-        return [g for part in local_parts(grad) for g in _for_kernel(part)]
+    if is_sharded(grad):  # this process's part; a pending sum may overflow if no term does
+        is_partial = any(place.is_partial() for place in grad.placements)
+        parts = [grad.to_local(), *([grad.full_tensor()] if is_partial else [])]
+        return [g for part in parts for g in _for_kernel(part)]
     grad = grad.coalesce().values() if grad.is_sparse else grad
     return [torch.view_as_real(grad) if grad.is_complex() else grad]
 
@@ -167,16 +169,13 @@ def _find(optimizer, scale):
     join = vars(optimizer).get("joined_grads")  # those of flat masters are one tensor
     flags = _flags(_grads(_params(optimizer)) if join is None else join(), _inverse(scale))
     is_shared = distributed.is_available() and distributed.is_initialized()
-    groups = groups_of(params := _params(optimizer)) if is_shared else []
-    if not groups and len(flags) == 1 and private.unscales_by_itself(optimizer):
+    is_shared = is_shared and any(map(is_sharded, _params(optimizer)))
+    if not is_shared and len(flags) == 1 and private.unscales_by_itself(optimizer):
         (flag,) = flags.values()
         if flag.device.type not in READS_ON:
             return Flag(flag)
     found = any(flags.values())
-    if groups:  # the processes that share some of `params` decide together
-        device = next(p.device for p in params if is_sharded(p))
-        found = bool(agree(torch.tensor(float(found), device=device), groups))
-    return found
+    return agree(found, _params(optimizer)) if is_shared else found
 
 
 def _grads(params):

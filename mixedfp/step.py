@@ -135,7 +135,7 @@ class MasterStep:
         if self.is_removed:
             return self.raw["step"](*(() if closure is None else (closure,)))
         copies = self.masters.copies
-        if copies is not None and copies.depth():
+        if copies is not None and copies.running:
             raise MixedPrecisionError(
                 "a step inside computing(model) or a forward pass would leave the 16-bit copies "
                 "as they are: end the block before the step"
@@ -175,7 +175,9 @@ class MasterStep:
             guard.count([found])
             guard.stop_if_hopeless(self.core)
             return done
-        is_alone = not scaler.n_scaled and scaler.known_of(self.core).found is None
+        known = scaler.known_of(self.core)  # scaled: the loss was another optimizer's, too
+        is_scaled = isinstance(known.scale, Tensor) or known.scale != 1
+        is_alone = not scaler.n_scaled and known.found is None and not is_scaled
         if is_alone:
             scaler.open(self.core)
             if self.masters.policy.dtype == torch.float16 and scaler.only_checks:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NORMS', 'outside_of_dynamo', 'has_dynamo', 'unwrapped', 'hooks_around_step', 'sequence_number', 'run_early',
            'next_sequence_number', 'backward_id', 'saved_tensors_hooks_now', 'bf16_units', 'norm_of_each',
-           'unscale_each_', 'update_scale_', 'inside_functorch', 'can_compile_copies', 'without_autocast', 'is_shared',
-           'apply_to_own', 'count_as_stepped', 'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
+           'unscale_each_', 'update_scale_', 'can_trace_copies', 'without_autocast', 'is_shared', 'apply_to_own',
+           'count_as_stepped', 'as_known_to_schedules', 'unscales_by_itself', 'mp_policy']
 
 # %% ../nbs/03a_torch_private.ipynb #d88b67e4
 import sys
@@ -98,30 +98,22 @@ def unscale_each_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
+def update_scale_(scale: Tensor, growth: Tensor, found_inf: Tensor, *rule: float) -> None:
+    """Back `scale`, (), off after a skip, or let it grow, as `GradScaler` does.
 
-def update_scale_(
-    scale: Tensor,  # (), float32
-    growth: Tensor,  # (), int32: steps without a skip
-    found_inf: Tensor,  # (), float32: above 0 for a skip
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    "Back `scale` off after a skip, or let it grow, as `GradScaler` does."
-    rule = growth_factor, backoff_factor, growth_interval
+    `growth`, (), int32, counts steps without a skip; `rule` has two factors and the interval.
+    """
     torch._amp_update_scale_(scale, growth, found_inf, *rule)
 
 
-def inside_functorch() -> bool:
-    "Return whether a transformation of `torch.func` is running, such as `vmap` or `grad`."
+def can_trace_copies() -> bool:
+    "Return whether a pass can set attributes: not in `torch.func`, tracing, or Dynamo before 2.14."
     if torch.compiler.is_compiling():  # the stack would be a constant of the graph
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is not None
+        return _VERSION >= (2, 14)
+    return not torch.jit.is_tracing() and torch._C._functorch.peek_interpreter_stack() is None
 
 
-def can_compile_copies() -> bool:
-    "Return whether Dynamo can trace attributes that a pass sets and removes: tried with 2.14."
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def without_autocast(kind: str) -> Any:  # of a device, such as "cuda"

@@ -10,16 +10,15 @@ import copy
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from fastcore.meta import delegates
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from .cast import Policy
 from .engine.forward import computing, forward_of
@@ -29,46 +28,34 @@ from .optimizer import with_masters
 from .scaler import LossScaler
 from .sharded import has_shards
 from .step import MixedTraining
+from .torch_private import unwrapped
 
 # %% ../nbs/15_trainers.ipynb #f15a0025
-class _Setup(NamedTuple):
-    "The settings of a trainer's masters, and its loss scaler."
+class _Setup:
+    "The settings of a trainer's masters, and its loss scaler, which is enabled only in float16."
 
-    settings: dict[str, Any]  # of `with_masters`
-    scaler: LossScaler  # enabled only in float16: otherwise each optimizer's guard checks
+    def __init__(self, dtype, scaler, settings):
+        self.policy = Policy(dtype=dtype, **settings)
+        is_scaled = self.policy.dtype == torch.float16
+        self.scaler = scaler if scaler and is_scaled else LossScaler(enabled=is_scaled)
 
-    @classmethod
-    def of(cls, dtype, scaler, settings) -> "_Setup":
-        "Check the user's arguments."
-        policy = Policy(dtype=dtype, **settings)
-        scaler = scaler or LossScaler(enabled=policy.dtype == torch.float16)
-        return cls({**settings, "dtype": policy.dtype}, scaler)
-
-    def attach(self, model, *optimizers):
-        "Make `model` compute in 16 bits, and `optimizers` skip steps with inf or nan."
+    def attach(self, model, optimizer=None):
+        "Make `model` compute in 16 bits, and `optimizer` skip steps with inf or nan."
         masters = masters_of(model)
         if masters is not None and masters.params and has_shards(model):  # Fabric sharded it later
             masters.restore()
-        if optimizers:
-            with_masters(model, *optimizers, **self.settings)
+        if optimizer is not None:
+            with_masters(model, optimizer, **vars(self.policy))
         elif masters_of(model) is None and any(p.requires_grad for p in model.parameters()):
-            MixedTraining(Policy(**self.settings)).attach(model)
+            MixedTraining(self.policy).attach(model)
 
     def logs(self, models) -> dict[str, float]:
         "Return the loss scale (in float16) and the number of skipped steps (in 16 bits)."
-        if self.settings["dtype"] == torch.float32:
+        if self.policy.dtype == torch.float32:
             return {}
         scale = {"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}
-        masters = set(filter(None, map(masters_of, models)))
-        return {**scale, "skipped_steps": sum(m.n_skipped for m in masters)}
-
-
-def _own(optimizer):
-    "Return the user's optimizer, which Lightning and Accelerate wrap."
-    trainers = "lightning", "pytorch_lightning", "accelerate"
-    while type(optimizer).__module__.startswith(trainers) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
+        guards = {s.guard for m in filter(None, map(masters_of, models)) for s in m.steps}
+        return {**scale, "skipped_steps": sum(guard.n_skipped for guard in guards)}
 
 
 def _model_of(optimizer, models):
@@ -84,14 +71,7 @@ def _model_of(optimizer, models):
     )
 
 # %% ../nbs/15_trainers.ipynb #f15a0027
-_PACKAGES = "lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"
-
-
-@cache
-def _as_plugin(cls, *packages):
-    "Return a subclass of `cls` and of the `Precision` class of each package."
-    found = [importlib.import_module(f"{name}.plugins.precision.precision") for name in packages]
-    return type(cls.__name__, (cls, *(m.Precision for m in found)), {"__module__": cls.__module__})
+_PACKAGES = "lightning.pytorch", "pytorch_lightning", "lightning_fabric"
 
 
 class MastersPrecision:
@@ -103,32 +83,28 @@ class MastersPrecision:
     """
 
     @delegates(with_masters)  # for `help` and editors
-    def __new__(cls, dtype: Any, *, scaler: Any = None, **kwargs: Any) -> Any:
-        """Return a plugin for whichever of Lightning's packages are imported."""
-        names = [name for name in _PACKAGES if name in sys.modules]
-        names = names or [name for name in _PACKAGES if find_spec(name.split(".")[0])][:1]
-        if not names:
-            raise ImportError("MastersPrecision is a plugin of Lightning: pip install lightning")
-        return object.__new__(_as_plugin(cls, *names))
-
-    @delegates(with_masters)
-    def __init__(
-        self,
+    def __new__(
+        cls,
         dtype: torch.dtype | str,  # of the model; or a name, such as "bf16"
         *,
-        scaler: LossScaler | None = None,  # default: dynamic in float16, none otherwise
+        scaler: LossScaler | None = None,  # of float16; default: dynamic
         **kwargs: Any,  # settings of `with_masters`, such as `flat_master`
-    ):
-        self.setup = _Setup.of(dtype, scaler, kwargs)
+    ) -> Any:
+        """Return a plugin for whichever of Lightning's packages are imported."""
+        names = [name for name in _PACKAGES if name in sys.modules] or _PACKAGES[:1]
+        found = [importlib.import_module(f"{name}.plugins.precision.precision") for name in names]
+        bases = [module.Precision for module in found]
+        self: Any = object.__new__(type(cls.__name__, (cls, *bases), {}))
+        self.setup = _Setup(dtype, scaler, kwargs)
         self.scaler = self.setup.scaler
-        self.models: list[nn.Module] = []
-        self.fresh: list[nn.Module] = []  # before their first forward pass
+        self.models, self.fresh = [], []  # fresh: before their first forward pass
         # the class whose hooks run: Fabric's, until a Trainer connects
-        self.hooks: Any = next(c for c in type(self).__mro__ if "fabric" in c.__module__)
+        self.hooks = next(c for c in type(self).__mro__ if "fabric" in c.__module__)
+        return self
 
     def __reduce__(self):
         """Return how to recreate the plugin in a spawned process."""
-        return partial(MastersPrecision, scaler=self.scaler, **self.setup.settings), ()
+        return partial(MastersPrecision, scaler=self.scaler, **vars(self.setup.policy)), ()
 
     @property
     def logs(self) -> dict[str, float]:
@@ -148,7 +124,7 @@ class MastersPrecision:
         base = next(c for c in type(self.models[-1]).__mro__ if c.__name__ == "LightningModule")
         package = base.__module__.split(".")[0]
         self.hooks = next(c for c in type(self).__mro__ if c.__module__.startswith(package))
-        self.setup.attach(self.models[-1], *optimizers)
+        self._attach(*optimizers)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -157,21 +133,25 @@ class MastersPrecision:
             masters.restore()
         self.models, self.fresh = [], []
 
-    def _prepare(self, optimizer):
-        "Prepare an optimizer of Fabric, which passes it here with its first step."
-        if "masters" not in vars(optimizer):
-            self.setup.attach(_model_of(optimizer, self.models), optimizer)
+    def _attach(self, *optimizers):
+        "Make new `optimizers` skip steps with inf or nan; in float16 the loss scaler finds them."
+        for opt in (opt for opt in optimizers if "masters" not in vars(opt)):
+            self.setup.attach(_model_of(opt, self.models), opt)
+            if self.scaler.is_enabled():
+                opt.master_step.guard = self.scaler
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         "Run the enclosed code in 16 bits, such as `training_step` with its loss."
         while self.fresh:  # Fabric may have sharded it
             self.setup.attach(self.fresh.pop())
+        forward = next(filter(None, map(forward_of, self.models)), None)
         with ExitStack() as stack:
-            for forward in filter(None, map(forward_of, self.models)):
-                for mode in () if forward.copies is None else forward._modes():
+            if forward is not None and forward.copies is not None:
+                # the weights may change inside
+                stack.enter_context(torch.autocast("cpu", enabled=False, cache_enabled=False))
+                for mode in forward._modes():
                     stack.enter_context(mode)
-                    torch.set_autocast_cache_enabled(False)  # the weights may change inside
             yield
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
@@ -188,52 +168,31 @@ class MastersPrecision:
         return self.hooks.post_backward(self, tensor, module)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        "Unscale the gradients before Fabric clips them."
-        self._prepare(optimizer)
-        self.scaler.unscale_(optimizer)
+        "Unscale the gradients before they are clipped."
+        self._attach(optimizer)
+        if self.scaler.used is not None:  # else `training_step` has returned None
+            self.scaler.unscale_(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         "Clip unscaled gradients for a `Trainer`."
-        self.scaler.unscale_(_own(optimizer))
+        self.unscale_gradients(getattr(optimizer, "_optimizer", optimizer))  # of a wrapper
         self.hooks.clip_gradients(self, optimizer, *args, **kwargs)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        model: Any = None,  # of a `Trainer`; Fabric passes none
-        closure: Callable[[], Any] | None = None,  # computes loss and gradients
-        **kwargs: Any,
-    ) -> Any:  # the loss, or the result of the step
-        "Compute gradients, unscale and clip them; step or skip; update the loss scale."
-        self._prepare(optimizer)
-        loss = None
-        if closure is not None:
-            closure = partial(self._evaluate, optimizer, model, closure)
-            if not isinstance(optimizer, LBFGS) and not hasattr(optimizer, "first_step"):  # SAM
-                loss, closure = closure(), None
-                if self._is_left_out(loss, model):
-                    return None
-        done = self.scaler.step(optimizer, *filter(None, [closure]), **kwargs)
+    def _after_closure(self, model, optimizer):
+        "Let a `Trainer` inspect and clip unscaled gradients."
+        self.unscale_gradients(optimizer)
+        self.hooks._after_closure(self, model, optimizer)
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        "Step or skip, update the loss scale, and log it for a `Trainer`."
+        self._attach(optimizer)  # Fabric passes it here with its first step
+        done = self.hooks.optimizer_step(self, optimizer, *args, **kwargs)
         self.scaler.update()
-        torch.clear_autocast_cache()  # manual optimization goes on inside `forward_context`
+        model = kwargs.get("model")  # of a `Trainer`; Fabric passes none
         if model is not None and model.trainer.global_step % model.trainer.log_every_n_steps == 0:
             for logger in model.trainer.loggers if self.logs else ():
                 logger.log_metrics(self.logs, step=model.trainer.global_step)
-        return done if loss is None else loss
-
-    def _evaluate(self, optimizer, model, closure):
-        "Call the closure; let a `Trainer` inspect and clip unscaled gradients."
-        torch.clear_autocast_cache()
-        loss = closure()
-        if model is not None and not self._is_left_out(loss, model):
-            self.scaler.unscale_(optimizer)
-            self._after_closure(model, optimizer)
-        return loss
-
-    def _is_left_out(self, loss, model):
-        "Return whether `training_step` returned None, so there is nothing to unscale."
-        is_automatic = model is not None and model.automatic_optimization
-        return loss is None and is_automatic and self.scaler.is_enabled()
+        return done
 
     def state_dict(self) -> dict:
         "Return the loss scale. A `Trainer` saves it; Fabric does if the plugin is in its state."
@@ -250,22 +209,20 @@ class _Accelerator:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         "Create masters for the model of each optimizer before Accelerate wraps both."
-        models = [m for m in (*args, *self._models) if isinstance(m, nn.Module)]
-        known = [self.unwrap_model(m, keep_torch_compile=False) for m in models]
+        models = [unwrapped(m) for m in (*args, *self._models) if isinstance(m, nn.Module)]
         for opt in args:
             if isinstance(opt, Optimizer) and not getattr(opt, "_is_accelerate_prepared", False):
-                model = _model_of(opt, known)
+                model = _model_of(opt, models)
                 if self.device_placement:  # create masters on the device they are used on
                     model.to(self.device)
                 self.setup.attach(model, opt)
-                self.models.append(model)
         return super().prepare(*args, **kwargs)  # pyright: ignore
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         "Unscale the gradients of `optimizer`, or of all, before they are clipped."
         some = self._optimizers if optimizer is None else optimizer
         for opt in some if isinstance(some, list | tuple) else [some]:
-            self.setup.scaler.unscale_(_own(opt))
+            self.setup.scaler.unscale_(getattr(opt, "optimizer", opt))  # of Accelerate's wrapper
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         "Load a state saved in any precision; without a loss scale in it, that of now stays."
@@ -273,7 +230,7 @@ class _Accelerator:
         try:
             super().load_state(*args, **kwargs)  # pyright: ignore
         except FileNotFoundError as e:
-            if own is None or os.path.basename(str(e.filename)) != "scaler.pt":
+            if os.path.basename(str(e.filename)) != "scaler.pt":
                 raise
             self.scaler = None
             super().load_state(*args, **kwargs)  # pyright: ignore
@@ -282,7 +239,7 @@ class _Accelerator:
 
     def log(self, values: dict, *args: Any, **kwargs: Any) -> None:
         "Also log the loss scale and the number of skipped steps."
-        super().log({**values, **self.setup.logs(self.models)}, *args, **kwargs)  # pyright: ignore
+        super().log({**values, **self.setup.logs(self._models)}, *args, **kwargs)  # pyright: ignore
 
 
 class _Trainer:
@@ -295,7 +252,8 @@ class _Trainer:
 
     def log(self, logs: dict, *args: Any, **kwargs: Any) -> None:
         "Log the loss scale and the number of skipped steps together with the loss."
-        more = self.accelerator.setup.logs(self.accelerator.models) if "loss" in logs else {}
+        own = self.accelerator
+        more = own.setup.logs(own._models) if "loss" in logs else {}
         super().log({**logs, **more}, *args, **kwargs)  # pyright: ignore
 
     def _load_scaler(self, checkpoint):
@@ -308,18 +266,12 @@ class _Trainer:
             return super().prediction_step(*args, **kwargs)  # pyright: ignore
 
 # %% ../nbs/15_trainers.ipynb #f15a002a
-_KINDS = {
-    "accelerate.accelerator.Accelerator": _Accelerator,
-    "transformers.trainer.Trainer": _Trainer,
-}
-
-
 @delegates(with_masters)
 def use_masters(
     trainer: Any,  # a Hugging Face `Trainer` or an `Accelerator` that has not started
     dtype: torch.dtype | str,  # of the model; or a name, such as "bf16"
     *,
-    scaler: LossScaler | None = None,  # default: dynamic in float16, none otherwise
+    scaler: LossScaler | None = None,  # of float16; default: dynamic
     **kwargs: Any,  # settings of `with_masters`, such as `flat_master`
 ) -> Any:  # the same object
     """Make `trainer` train 16-bit weights with float32 masters.
@@ -330,23 +282,21 @@ def use_masters(
     started; TypeError for other objects.
     """
     names = [f"{c.__module__}.{c.__name__}" for c in type(trainer).__mro__]
-    kind = next((_KINDS[name] for name in names if name in _KINDS), None)
-    if kind is None:
+    is_trainer = "transformers.trainer.Trainer" in names
+    if not is_trainer and "accelerate.accelerator.Accelerator" not in names:
         raise TypeError(
             f"`trainer` is a {type(trainer).__name__}: expected a Hugging Face Trainer or an "
             "Accelerator. In Lightning and Fabric use plugins=[MastersPrecision(dtype)], in a loop "
             "with_masters(model, optimizer)"
         )
-    setup = _Setup.of(dtype, scaler, kwargs)
-    if kind is _Trainer:
-        for name in ("fp16_full_eval", "bf16_full_eval"):
-            if getattr(trainer.args, name, False):
-                raise MixedPrecisionError(f"{name}=True would cast the weights again: remove it")
+    for name in ("fp16_full_eval", "bf16_full_eval") if is_trainer else ():
+        if getattr(trainer.args, name, False):
+            raise MixedPrecisionError(f"{name}=True would cast the weights again: remove it")
+    setup = _Setup(dtype, scaler, kwargs)
+    _give(trainer.accelerator if is_trainer else trainer, setup)
+    if is_trainer:
         trainer.setup_at_start = copy.deepcopy(setup)
-        _give(trainer.accelerator, setup)
-        trainer.__class__ = _subclass(_Trainer, type(trainer))
-    else:
-        _give(trainer, setup)
+        _extend(trainer, _Trainer)
     return trainer
 
 
@@ -365,13 +315,13 @@ def _give(accelerator, setup):
         )
     if accelerator._optimizers:
         raise MixedPrecisionError("training has begun: call use_masters before prepare or train")
-    accelerator.__class__ = _subclass(_Accelerator, type(accelerator))
-    accelerator.setup, accelerator.models = setup, []
+    accelerator.setup = setup
     accelerator.scaler = setup.scaler if setup.scaler.is_enabled() else None
+    _extend(accelerator, _Accelerator)
 
 
-def _subclass(kind, cls):
-    "Return a subclass of `cls` with the methods of `kind`."
-    if issubclass(cls, kind):
-        return cls
-    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})
+def _extend(trainer, kind):
+    "Override the methods of `trainer` with those of `kind`."
+    if not isinstance(trainer, kind):
+        cls = type(trainer)
+        trainer.__class__ = type(cls.__name__, (kind, cls), {})

@@ -30,6 +30,7 @@ from mixedfp.callback import MixedPrecision
 from mixedfp.engine.forward import part_of
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
+from mixedfp.testing import assert_same
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -210,9 +211,8 @@ _NO_DOUBLE_BACKWARD = {"recomputed_reentrant", "own_function", "packed_gru", "ls
 
 def _keeps(row, others):
     cells, layout = row.cells, row.cells.get("layout")
-    if layout in ("half_grads", "16_bit_states") and cells.get("precision") == "float32":
-        return False
-    if layout == "16_bit_states" and row.optimizer not in WITH_16_BIT_STATES:
+    is_float32 = cells.get("precision") == "float32"
+    if layout == "16_bit_states" and (is_float32 or row.optimizer not in WITH_16_BIT_STATES):
         return False
     if layout == "half_grads":  # what is used twice is added up in 16 bits
         once = cells.get("workflow", "iterating") in ONE_BACKWARD_A_STEP
@@ -349,7 +349,7 @@ class Loop:
         if not self.is_plain:
             before = plain(dict(self.model.state_dict()))
             assert self.opt.masters.restore() is self.model
-            _same_values(before, self.model.state_dict())
+            assert_same(plain(dict(self.model.state_dict())), before)
             self.wrap()
 
     # what is seen
@@ -380,12 +380,6 @@ class Loop:
         if self.scaler is not None:
             self.see(self.scaler.get_scale(), "loss scale")
         return self.log
-
-
-def _same_values(a, b):
-    from mixedfp.testing import assert_same
-
-    assert_same(a, plain(dict(b)))
 
 
 def _stop(when, module, args, out):
@@ -511,8 +505,26 @@ def train_fit(row, dtype=None, **kept):
         torch.manual_seed(0)
         FITS[row.workflow](learn)
         in_training = learn_state(learn)
-        learn.to_fp32()
-        return {"in training": in_training, "at the end": learn_state(learn)}
+        if dtype is not None:
+            learn.to_fp32()
+            assert_same(learn_state(learn), in_training)
+            assert_plain(learn.model, row)
+        return in_training
+
+
+def assert_plain(model, row):
+    """Assert that nothing of ours is on `model`, and that it has PyTorch's own dtypes."""
+    other = NETS[row.model].build()
+    assert type(model) is type(other) and vars(model).keys() >= vars(other).keys()
+    for a, b in zip(model.modules(), other.modules(), strict=True):
+        assert len(a._forward_hooks) == len(b._forward_hooks)
+        assert len(a._state_dict_hooks) == len(b._state_dict_hooks)
+        assert len(a._load_state_dict_pre_hooks) == len(b._load_state_dict_pre_hooks)
+    dtypes = {k: v.dtype for k, v in model.state_dict().items()}
+    fresh = {k: v.dtype for k, v in other.state_dict().items()}
+    assert {k: dtypes[k] for k in fresh} == fresh  # a forward pass may have made a buffer
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert (p.dtype, p.grad_dtype) == (q.dtype, q.grad_dtype)
 
 
 def learn_state(learn):
@@ -526,9 +538,11 @@ def learn_state(learn):
 
 def fit_allows(row):
     """Whether fastai alone can do it, and we promise it."""
-    if DEVICE == "cuda" and row.model in RECURRENT:
-        if row.cells.get("workflow") == "evaluating_while_training":  # cuDNN refuses it
-            return False
+    workflow = row.cells.get("workflow")
+    if (row.model, workflow) == ("counter", "finding_a_rate"):
+        return False  # it first saves a model without the late buffer, and cannot load this
+    if DEVICE == "cuda" and row.model in RECURRENT and workflow == "evaluating_while_training":
+        return False  # cuDNN refuses it
     return _keeps(row, set(OPTIMIZERS) - set(ELEMENTWISE) | {"ranger"})
 
 

@@ -1,23 +1,21 @@
 """Training scripts of the kinds that people copy, each with two lines that choose its precision.
 
-`how.give(model, opt)` is `with_masters(model, opt, dtype=...)` or nothing, and `how.scaler()` a
-`LossScaler`, a `GradScaler` or one that is turned off. `how.autocast()` stands where such a script
-has it, and does nothing with masters. A script returns its model and its loss over fixed data. What
-else it computes, such as an average of the weights, it compares with the same by hand.
+`run.begin` contains both: `with_masters(model, opt, dtype=...)` or nothing, and the scaler. A
+script returns its model and its loss over fixed data. What else it computes, such as an average of
+the weights, it compares with the same by hand.
 """
 
 import math
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 
 import torch
 from torch import distributed, nn
 from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import prune
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.nn.utils import clip_grad_norm_, prune
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.testing import assert_close
 
 from mixedfp.engine.forward import computing
@@ -26,37 +24,48 @@ from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
 
-@dataclass
-class How:
-    """How a script computes: in "float32", under "autocast", or with "masters" or "flat" ones."""
+class Run:
+    """A script under way, in "float32", with "masters" or "flat" ones."""
 
-    kind: str
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def is_mixed(self):
-        return self.kind in ("masters", "flat")
+    def __init__(self, kind, dtype=torch.bfloat16, steps=None, save=None, resume=None):
+        self.kind, self.dtype, self.n_steps = kind, dtype, steps
+        self.is_mixed, self.save, self.resume = kind != "float32", save, resume
 
     def give(self, model, *opts):
         """The first line that changes."""
         if self.is_mixed:
             with_masters(model, *opts, dtype=self.dtype, flat_master=self.kind == "flat")
 
-    def scaler(self):
-        """The second one."""
-        is_on = self.dtype == torch.float16
-        if self.is_mixed:
-            return LossScaler(init_scale=1024.0, enabled=is_on)
-        return GradScaler("cpu", init_scale=1024.0, enabled=is_on and self.kind == "autocast")
+    def begin(self, model, **parts):
+        """Both lines; load what a killed run has saved of the model and the other parts."""
+        self.give(model, *(p for p in parts.values() if isinstance(p, torch.optim.Optimizer)))
+        is_on = self.is_mixed and self.dtype == torch.float16
+        scaler = LossScaler if self.is_mixed else GradScaler
+        self.scaler = scaler("cpu", init_scale=1024.0, enabled=is_on)
+        self.parts, self.first = dict(parts, model=model, scaler=self.scaler), 0
+        if self.resume is not None:
+            saved = torch.load(self.resume, weights_only=True)
+            self.first = saved.pop("step")
+            for k, state in saved.items():
+                self.parts[k].load_state_dict(state)
 
-    def autocast(self):
-        """What a script with masters needs no more."""
-        is_on = self.kind == "autocast"
-        return torch.autocast("cpu", self.dtype) if is_on else nullcontext()
+    def steps(self, n):
+        """Yield the numbers of the steps, then save."""
+        n = n if self.n_steps is None else self.n_steps
+        yield from range(self.first, n)
+        if self.save is not None:
+            states = {k: v.state_dict() for k, v in self.parts.items()}
+            torch.save({"step": n} | states, self.save)
 
-    def parts(self, model):
-        """What it needs around methods of `model` that it calls itself."""
-        return computing(model) if self.is_mixed else self.autocast()
+    def descend(self, opt, loss, clip=None):
+        """Take a step, as a script does that does not accumulate."""
+        opt.zero_grad()
+        self.scaler.scale(loss).backward()
+        if clip is not None:
+            self.scaler.unscale_(opt)
+            clip_grad_norm_(self.parts["model"].parameters(), clip)
+        self.scaler.step(opt)
+        self.scaler.update()
 
 
 def noise(step, *shape):
@@ -66,30 +75,6 @@ def noise(step, *shape):
 
 def integers(step, high, *shape):
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(step))
-
-
-def keep(file, step, **parts):
-    """Save as such scripts do."""
-    if file is not None:
-        torch.save({"step": step} | {k: v.state_dict() for k, v in parts.items()}, file)
-
-
-def load(file, **parts):
-    """Load what `keep` has saved; return the step to begin with."""
-    if file is None:
-        return 0
-    saved = torch.load(file, weights_only=True)
-    for k, v in parts.items():
-        v.load_state_dict(saved[k])
-    return saved["step"]
-
-
-def descend(scaler, opt, loss):
-    """Take a step, as a script does that neither accumulates nor clips."""
-    opt.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(opt)
-    scaler.update()
 
 
 def with_grads(model, loss):
@@ -157,16 +142,13 @@ class GPT(nn.Module):
         return ids, logits
 
 
-def gpt(how, seed, steps=40, save=None, resume=None, accumulate=2):
-    torch.manual_seed(seed)
+def gpt(run, accumulate=2):
     model = GPT()
     decay, rest = ([p for p in model.parameters() if (p.ndim > 1) == is_2d] for is_2d in (1, 0))
     groups = [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
     opt = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    how.give(model, opt)
-    scaler = how.scaler()
     schedule = LambdaLR(opt, lambda i: 0.1 + 0.45 * (1 + math.cos(math.pi * min(i / 40, 1))))
-    first = load(resume, model=model, opt=opt, scaler=scaler, schedule=schedule)
+    run.begin(model, opt=opt, schedule=schedule)
 
     def batch(i):  # each word follows from the one before
         ids = integers(i, 16, 8, 9)
@@ -174,27 +156,21 @@ def gpt(how, seed, steps=40, save=None, resume=None, accumulate=2):
             ids[:, t] = (5 * ids[:, t - 1] + 3) % 16
         return ids[:, :-1], ids[:, 1:]
 
-    for step in range(first, steps):
+    for step in run.steps(40):
         for micro in range(accumulate):
-            with how.autocast():
-                _, loss = model(*batch(step * accumulate + micro))
-            scaler.scale(loss / accumulate).backward()
-        scaler.unscale_(opt)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(opt)
-        scaler.update()
+            _, loss = model(*batch(step * accumulate + micro))
+            run.scaler.scale(loss / accumulate).backward()
+        run.scaler.unscale_(opt)
+        clip_grad_norm_(model.parameters(), 1.0)
+        run.scaler.step(opt)
+        run.scaler.update()
         opt.zero_grad(set_to_none=True)
         schedule.step()
         if step % 10 == 0:
-            with how.autocast():
-                ids, logits = model.generate(integers(step, 16, 4, 2), 6)
-                assert_same(model(ids.clone())[:, :-1].detach(), logits[:, :-1].clone())
+            ids, logits = model.generate(integers(step, 16, 4, 2), 6)
+            assert_same(model(ids.clone())[:, :-1].detach(), logits[:, :-1].clone())
             assert_same(logits[:, 1:-1].argmax(-1).clone(), ids[:, 2:].clone())
-    keep(save, steps, model=model, opt=opt, scaler=scaler, schedule=schedule)
     return model, lambda m: m(*batch(10**6))[1]
-
-
-# --- an image classifier, as torchvision's reference script: SGD, warm-up, label smoothing ---
 
 
 def images(step):
@@ -205,48 +181,10 @@ def images(step):
     return x, y
 
 
-def conv(i, o, stride=1):
-    return nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
-
-
-def classifier(how, seed, steps=40, save=None, resume=None):
-    torch.manual_seed(seed)
-    model = nn.Sequential(conv(3, 8), conv(8, 16, 2), nn.AdaptiveAvgPool2d(2), nn.Flatten())
-    model.append(nn.Linear(64, 4))
-    opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4, nesterov=True)
-    how.give(model, opt)
-    scaler = how.scaler()
-    schedule = OneCycleLR(opt, 0.05, total_steps=41)
-    first = load(resume, model=model, opt=opt, scaler=scaler, schedule=schedule)
-    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    model.train()
-    for step in range(first, steps):
-        image, target = images(step)
-        with how.autocast():
-            output = model(image)
-            loss = criterion(output, target)
-        opt.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(opt)
-        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-        scaler.step(opt)
-        scaler.update()
-        schedule.step()
-    keep(save, steps, model=model, opt=opt, scaler=scaler, schedule=schedule)
-
-    @torch.no_grad()
-    def evaluate(m):
-        image, target = images(10**6)
-        return criterion(m.eval()(image), target)
-
-    return model, evaluate
-
-
 # --- a DCGAN: two networks, two optimizers, three backward passes a step ---
 
 
-def gan(how, seed, steps=40, save=None, resume=None):
-    torch.manual_seed(seed)
+def gan(run):
     deconv = nn.ConvTranspose2d(8, 3, 4, 2, 1)
     generator = nn.Sequential(nn.Linear(4, 128), nn.Unflatten(1, (8, 4, 4)), nn.BatchNorm2d(8))
     generator.extend([nn.ReLU(), deconv, nn.Tanh()])
@@ -255,28 +193,19 @@ def gan(how, seed, steps=40, save=None, resume=None):
     opt_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
     opt_d = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.999))
     both = nn.ModuleDict(dict(generator=generator, critic=critic))
-    how.give(both, opt_g, opt_d)
-    scaler = how.scaler()
-    first = load(resume, model=both, opt_g=opt_g, opt_d=opt_d, scaler=scaler)
-    criterion = nn.BCEWithLogitsLoss()
-    for step in range(first, steps):
+    run.begin(both, opt_g=opt_g, opt_d=opt_d)
+    criterion, scaler = nn.BCEWithLogitsLoss(), run.scaler
+    for step in run.steps(40):
         real, ones, zeros = images(step)[0].tanh(), torch.ones(8, 1), torch.zeros(8, 1)
         opt_d.zero_grad()
-        with how.autocast():
-            loss_real = criterion(critic(real), ones)
-        scaler.scale(loss_real).backward()
+        scaler.scale(criterion(critic(real), ones)).backward()
         fake = generator(noise(step, 8, 4))
-        with how.autocast():
-            loss_fake = criterion(critic(fake.detach()), zeros)
-        scaler.scale(loss_fake).backward()
+        scaler.scale(criterion(critic(fake.detach()), zeros)).backward()
         scaler.step(opt_d)
         opt_g.zero_grad()
-        with how.autocast():
-            loss_g = criterion(critic(fake), ones)
-        scaler.scale(loss_g).backward()
+        scaler.scale(criterion(critic(fake), ones)).backward()
         scaler.step(opt_g)
         scaler.update()
-    keep(save, steps, model=both, opt_g=opt_g, opt_d=opt_d, scaler=scaler)
     x = images(10**6)[0].tanh()
     return both, lambda m: criterion(m["critic"](x), torch.ones(8, 1))
 
@@ -302,35 +231,29 @@ class VAE(nn.Module):
         return self.decode(mu + eps * torch.exp(0.5 * logvar)), mu, logvar
 
 
-def vae(how, seed, steps=60, save=None, resume=None):
-    torch.manual_seed(seed)
+def vae(run):
     model = VAE()
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
-    how.give(model, opt)
-    scaler = how.scaler()
-    first = load(resume, model=model, opt=opt, scaler=scaler)
+    run.begin(model, opt=opt)
 
     def loss_of(m, step, forward=None):
         x = images(step)[0].sigmoid()
-        with how.autocast():
-            out = (forward or m)(x, noise(step, 8, 4))
-        recon, mu, logvar = (t.float() for t in out)
+        recon, mu, logvar = (t.float() for t in (forward or m)(x, noise(step, 8, 4)))
         bce = F.binary_cross_entropy(recon, x.view(-1, 192), reduction="sum")
         kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
         return (bce + kld) / 8
 
     def forward(x, eps):
-        with how.parts(model):
+        with computing(model) if run.is_mixed else nullcontext():
             mu, logvar = model.encode(x)
             return model.decode(mu + eps * torch.exp(0.5 * logvar)), mu, logvar
 
-    for step in range(first, steps):
-        descend(scaler, opt, loss_of(model, step, forward if step % 2 else None))
+    for step in run.steps(60):
+        run.descend(opt, loss_of(model, step, forward if step % 2 else None))
     inside, outside = (with_grads(model, loss_of(model, 0, f)) for f in (None, forward))
     assert_same(outside, inside)
     z = noise(0, 8, 4)
     assert_same(model.decode(z), deepcopy(model).decode(z))  # in float32
-    keep(save, steps, model=model, opt=opt, scaler=scaler)
     return model, lambda m: loss_of(m, 10**6)
 
 
@@ -349,34 +272,20 @@ class RNN(nn.Module):
         return self.decoder(out).view(-1, 12), hidden
 
 
-def word_lm(how, seed, steps=40, save=None, resume=None, bptt=6):
-    torch.manual_seed(seed)
-    model = RNN()
+def word_lm(run, bptt=6):
+    model, state = RNN(), nn.Module()
+    state.hidden = nn.Buffer(torch.zeros(2, 4, 16))
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
-    how.give(model, opt)
-    scaler = how.scaler()
+    run.begin(model, opt=opt, state=state)
     text = (torch.arange(bptt * 64 + 1)[:, None] * torch.tensor([1, 5, 7, 11])) % 12  # (T, 4)
-    first, hidden = load(resume, model=model, opt=opt, scaler=scaler), None
-    if first:
-        hidden = torch.load(f"{resume}.hidden", weights_only=True)
-    for step in range(first, steps):
+    for step in run.steps(40):
         at = (step * bptt) % (bptt * 64)
-        hidden = torch.zeros(2, 4, 16) if hidden is None else hidden.detach()
-        with how.autocast():
-            out, hidden = model(text[at : at + bptt], hidden)
-            loss = F.cross_entropy(out, text[at + 1 : at + 1 + bptt].flatten())
-        opt.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(opt)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        scaler.step(opt)
-        scaler.update()
+        out, hidden = model(text[at : at + bptt], state.hidden)
+        state.hidden = hidden.detach()
+        run.descend(opt, F.cross_entropy(out, text[at + 1 : at + 1 + bptt].flatten()), clip=0.25)
         if step == 30:
             for group in opt.param_groups:
                 group["lr"] /= 4
-    keep(save, steps, model=model, opt=opt, scaler=scaler)
-    if save is not None:
-        torch.save(hidden, f"{save}.hidden")
     ids, zero = text[: bptt + 1], torch.zeros(2, 4, 16)
     return model, lambda m: F.cross_entropy(m(ids[:-1], zero)[0], ids[1:].flatten())
 
@@ -428,31 +337,21 @@ class UNet(nn.Module):
         return self.out(torch.cat([self.up(h), x], 1))
 
 
-def diffusion(how, seed, steps=60, save=None, resume=None):
-    torch.manual_seed(seed)
+def diffusion(run):
     model = UNet()
     ema = EMA(model.parameters())
     opt = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    how.give(model, opt)
-    scaler = how.scaler()
-    first = load(resume, model=model, opt=opt, scaler=scaler, ema=ema)
+    run.begin(model, opt=opt, ema=ema)
     by_hand = ByHand(ema.shadow)
     alpha = torch.cumprod(1 - torch.linspace(1e-4, 0.2, 20), 0)
 
     def loss_of(m, step):
         x, t = images(step)[0], integers(step, 20, 8)
         eps, a = noise(step + 1, *x.shape), alpha[t].view(-1, 1, 1, 1)
-        with how.autocast():
-            predicted = m(a.sqrt() * x + (1 - a).sqrt() * eps, t)
-        return F.mse_loss(predicted.float(), eps)
+        return F.mse_loss(m(a.sqrt() * x + (1 - a).sqrt() * eps, t).float(), eps)
 
-    for step in range(first, steps):
-        scaler.scale(loss_of(model, step)).backward()
-        scaler.unscale_(opt)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
+    for step in run.steps(60):
+        run.descend(opt, loss_of(model, step), clip=1.0)
         ema.step(model.parameters())
         by_hand.add(model.parameters(), 0.1)
         if step % 10 == 0:
@@ -460,62 +359,20 @@ def diffusion(how, seed, steps=60, save=None, resume=None):
             ema.store(model.parameters())
             ema.copy_to(model.parameters())
             averaged = deepcopy(model)
-            how.give(averaged, torch.optim.SGD(averaged.parameters(), 0.1))
+            run.give(averaged, torch.optim.SGD(averaged.parameters(), 0.1))
             with torch.no_grad():
                 assert_same(loss_of(model, 0), loss_of(averaged, 0))
             ema.restore(model.parameters())
             assert_same(dict(model.state_dict()), dict(before))
     by_hand.check(ema.shadow)
-    keep(save, steps, model=model, opt=opt, scaler=scaler, ema=ema)
     return model, lambda m: loss_of(m, 10**6)
 
 
-# --- an actor-critic, as in PyTorch's examples: losses of a whole episode ---
-
-
-class Policy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.affine, self.action, self.value = nn.Linear(4, 32), nn.Linear(32, 2), nn.Linear(32, 1)
-
-    def forward(self, x):
-        x = F.relu(self.affine(x))
-        return F.softmax(self.action(x), dim=-1), self.value(x)
-
-
-def actor_critic(how, seed, steps=60, save=None, resume=None):
-    torch.manual_seed(seed)
-    model = Policy()
-    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
-    how.give(model, opt)
-    scaler = how.scaler()
-    first = load(resume, model=model, opt=opt, scaler=scaler)
-
-    def episode(m, step):
-        state = noise(step, 16, 4)
-        with how.autocast():
-            probs, value = m(state)
-        probs, value = probs.float(), value.float().squeeze(1)
-        draw = torch.rand(16, generator=torch.Generator().manual_seed(step))
-        action = (draw > probs[:, 0].detach()).long()
-        reward = (action == (state[:, 0] > 0)).float()
-        advantage = reward - value.detach()
-        log_prob = torch.log(probs.gather(1, action[:, None])).squeeze(1)
-        return -(log_prob * advantage).sum() + F.smooth_l1_loss(value, reward, reduction="sum")
-
-    for step in range(first, steps):
-        descend(scaler, opt, episode(model, step))
-    keep(save, steps, model=model, opt=opt, scaler=scaler)
-
-    def regret(m):
-        state = noise(10**6, 64, 4)
-        right = (state[:, 0] > 0).long()
-        return 1 - m(state)[0].float().gather(1, right[:, None]).mean()
-
-    return model, regret
-
-
 # --- segmentation: cross-entropy and Dice, a polynomial learning rate, an auxiliary head ---
+
+
+def conv(i, o, stride=1):
+    return nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
 
 
 class FCN(nn.Module):
@@ -530,29 +387,24 @@ class FCN(nn.Module):
         return {k: F.interpolate(v, x.shape[-2:], mode="bilinear") for k, v in outs.items()}
 
 
-def segmentation(how, seed, steps=40, save=None, resume=None):
-    torch.manual_seed(seed)
+def segmentation(run):
     model = FCN()
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    how.give(model, opt)
-    scaler = how.scaler()
     schedule = CosineAnnealingLR(opt, 41)
-    first = load(resume, model=model, opt=opt, scaler=scaler, schedule=schedule)
+    run.begin(model, opt=opt, schedule=schedule)
 
     def loss_of(m, step):
         x, _ = images(step)
         mask = (x.sum(1) > 0).long() + 2 * (x[:, 0] > 1).long()
-        with how.autocast():
-            outs = m(x)
+        outs = m(x)
         loss = sum(w * F.cross_entropy(outs[k], mask) for k, w in (("out", 1.0), ("aux", 0.5)))
         p, true = outs["out"].float().softmax(1), F.one_hot(mask, 4).movedim(3, 1)
         dice = 2 * (p * true).sum((2, 3)) / (p.sum((2, 3)) + true.sum((2, 3)) + 1)
         return loss + 1 - dice.mean()
 
-    for step in range(first, steps):
-        descend(scaler, opt, loss_of(model, step))
+    for step in run.steps(40):
+        run.descend(opt, loss_of(model, step))
         schedule.step()
-    keep(save, steps, model=model, opt=opt, scaler=scaler, schedule=schedule)
     return model, lambda m: loss_of(m.eval(), 10**6)
 
 
@@ -596,27 +448,22 @@ def processes():
             distributed.destroy_process_group()
 
 
-def teacher(how, seed, steps=40, save=None, resume=None):
-    torch.manual_seed(seed)
+def teacher(run):
     model = MeanTeacher()
     opt = torch.optim.SGD(model.student.parameters(), 0.05, momentum=0.9)
-    how.give(model, opt)
-    scaler = how.scaler()
-    first = load(resume, model=model, opt=opt, scaler=scaler)
+    run.begin(model, opt=opt)
     by_hand = ByHand(model.teacher.parameters())
     with processes() as rank:
         ddp = DistributedDataParallel(model)
-        for step in range(first, steps):
+        for step in run.steps(40):
             by_hand.add(model.student.parameters(), 0.1)
             x, y = images(2 * step + rank)
-            with how.autocast():
-                out, target = ddp(x, noise(step, *x.shape))
+            out, target = ddp(x, noise(step, *x.shape))
             consistency = F.mse_loss(out.float().softmax(1), target.float().softmax(1))
-            descend(scaler, opt, F.cross_entropy(out.float(), y) + consistency)
-            with torch.no_grad(), how.autocast():  # it was updated before it was called
+            run.descend(opt, F.cross_entropy(out.float(), y) + consistency)
+            with torch.no_grad():  # it was updated before it was called
                 assert_same(model(x, x)[1], target)
     by_hand.check(model.teacher.parameters())
-    keep(save, steps, model=model, opt=opt, scaler=scaler)
     x, y = images(10**6)
     return model, lambda m: F.cross_entropy(m.teacher(x), y)
 
@@ -624,27 +471,23 @@ def teacher(how, seed, steps=40, save=None, resume=None):
 # --- a DQN: a target network with soft updates, replaced by the other one at times ---
 
 
-def dqn(how, seed, steps=60, save=None, resume=None):
-    torch.manual_seed(seed)
+def dqn(run):
     model = mlp(4, 32, 2)
     target = deepcopy(model).requires_grad_(False)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
-    how.give(model, opt)
-    scaler = how.scaler()
-    first = load(resume, model=model, opt=opt, scaler=scaler, target=target)
+    run.begin(model, opt=opt, target=target)
     by_hand = ByHand(target.parameters())
 
     def td_error(m, step):
         state, action, after = noise(step, 32, 4), integers(step, 2, 32), noise(step + 1, 32, 4)
         reward = (action == (state[:, 0] > 0)).float()
-        with how.autocast():
-            value = m(state).gather(1, action[:, None]).squeeze(1)
-            with torch.no_grad():
-                best = target(after).max(1).values
+        value = m(state).gather(1, action[:, None]).squeeze(1)
+        with torch.no_grad():
+            best = target(after).max(1).values
         return F.smooth_l1_loss(value.float(), reward + 0.5 * best.float())
 
-    for step in range(first, steps):
-        descend(scaler, opt, td_error(model, step))
+    for step in run.steps(60):
+        run.descend(opt, td_error(model, step))
         if step % 20 == 5:
             target.load_state_dict(model.state_dict())
             by_hand = ByHand(model.parameters())
@@ -652,30 +495,24 @@ def dqn(how, seed, steps=60, save=None, resume=None):
             t.data.lerp_(p.data, 0.05)
         by_hand.add(model.parameters(), 0.05)
     by_hand.check(target.parameters())
-    keep(save, steps, model=model, opt=opt, scaler=scaler, target=target)
     return model, lambda m: td_error(m, 10**6)
 
 
 # --- a lottery ticket: the smallest weights are pruned, the others set back to early ones ---
 
 
-def cross_entropy_of(how, model, step, sign=1):
+def cross_entropy_of(model, step, sign=1):
     x, y = images(step)
-    with how.autocast():
-        out = model(sign * x)
-    return F.cross_entropy(out.float(), y)
+    return F.cross_entropy(model(sign * x).float(), y)
 
 
-def lottery(how, seed, steps=40, save=None, resume=None):
-    torch.manual_seed(seed)
+def lottery(run):
     model = mlp(192, 32, 4)
     early, layers = deepcopy(model), (1, 3)
     opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    how.give(model, opt)
-    scaler = how.scaler()
-    first = load(resume, model=model, opt=opt, scaler=scaler, early=early)
-    for step in range(first, steps):
-        descend(scaler, opt, cross_entropy_of(how, model, step))
+    run.begin(model, opt=opt, early=early)
+    for step in run.steps(40):
+        run.descend(opt, cross_entropy_of(model, step))
         if step == 2:
             early.load_state_dict(model.state_dict())
         if step == 8:
@@ -685,63 +522,56 @@ def lottery(how, seed, steps=40, save=None, resume=None):
                 model[i].weight_orig.data = early[i].weight.data.clone()
                 model[i].bias.data = early[i].bias.data.clone()
             opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-            how.give(model, opt)
-    for i in layers if steps > 8 else ():
+            run.give(model, opt)
+    for i in layers if prune.is_pruned(model) else ():
         is_off = model[i].weight_mask == 0
         assert_same(model[i].weight_orig[is_off], early[i].weight[is_off])  # no gradient, no step
         prune.remove(model[i], "weight")
         assert (model[i].weight == 0).equal(is_off) and model[i].weight.dtype == torch.float32
-    keep(save, steps, model=model, opt=opt, scaler=scaler, early=early)
-    return model, lambda m: cross_entropy_of(how, m, 10**6)
+    return model, lambda m: cross_entropy_of(m, 10**6)
 
 
 # --- elastic weight consolidation: a second task, with a penalty on the way from the first ---
 
 
-def ewc(how, seed, steps=40, save=None, resume=None):
-    torch.manual_seed(seed)
+def ewc(run):
     model = mlp(192, 32, 4)
     anchor, fisher = deepcopy(model), deepcopy(model)
     for f in fisher.parameters():
         f.data.zero_()
     opt = torch.optim.Adam(model.parameters(), lr=5e-3)
-    how.give(model, opt)
-    scaler = how.scaler()
-    first = load(resume, model=model, opt=opt, scaler=scaler, anchor=anchor, fisher=fisher)
+    run.begin(model, opt=opt, anchor=anchor, fisher=fisher)
 
     def penalty(m):
         each = zip(m.parameters(), anchor.parameters(), fisher.parameters(), strict=True)
         return sum((f.detach() * (p - a.detach()).square()).sum() for p, a, f in each)
 
-    for step in range(first, steps):
+    for step in run.steps(40):
         if step == 6:
             anchor.load_state_dict(model.state_dict())
             for i in range(8):
-                _, *grads = with_grads(model, cross_entropy_of(how, model, i))
+                _, *grads = with_grads(model, cross_entropy_of(model, i))
                 for f, g in zip(fisher.parameters(), grads, strict=True):
                     f.data += g.square() / 8
-        loss = cross_entropy_of(how, model, step, 1 if step < 6 else -1)
-        descend(scaler, opt, loss + 5 * penalty(model))
+        loss = cross_entropy_of(model, step, 1 if step < 6 else -1)
+        run.descend(opt, loss + 5 * penalty(model))
     plain = deepcopy(model)
     assert_same(*(with_grads(m, penalty(m)) for m in (model, plain)))
-    keep(save, steps, model=model, opt=opt, scaler=scaler, anchor=anchor, fisher=fisher)
-    return model, lambda m: cross_entropy_of(how, m, 10**6, -1)
+    return model, lambda m: cross_entropy_of(m, 10**6, -1)
 
 
 # --- Hogwild: processes without a lock, whose optimizers step weights in shared memory ---
 
 
-def hogwild(how, model, steps, rank=None, in_turns=True):
+def hogwild(run, model, steps, rank=None, in_turns=True):
     """Train in one of two processes; or, without a rank, do the work of both in turns."""
     opt = torch.optim.SGD(model.parameters(), 0.05)
-    how.give(model, opt)
-    scaler = how.scaler()
-    for step in range(steps):
+    run.begin(model, opt=opt)
+    for step in run.steps(steps):
         if rank in (None, step % 2):
-            descend(scaler, opt, cross_entropy_of(how, model, step))
+            run.descend(opt, cross_entropy_of(model, step))
         if rank is not None and in_turns:
             distributed.barrier()
 
 
-SCRIPTS = [gpt, classifier, gan, vae, word_lm, diffusion, actor_critic, segmentation, teacher, dqn]
-SCRIPTS += [lottery, ewc]
+SCRIPTS = [gpt, gan, vae, word_lm, diffusion, segmentation, teacher, dqn, lottery, ewc]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from fastai.basics import L
 from fastai.callback.core import CancelFitException
-from fastai.callback.tracker import SaveModelCallback
-from tiny import Do, Sometimes, conv_net, make_learner, one_group, opt_state, weights
+from tiny import Do, conv_net, make_learner, opt_state, weights
 
 import mixedfp.callback  # noqa: F401, gives Learner to_fp16
 from mixedfp.testing import assert_same
@@ -50,12 +49,6 @@ def tensors(o):
         return [o]
     values = o.values() if isinstance(o, dict) else o if isinstance(o, list | tuple | L) else ()
     return [t for v in values for t in tensors(v)]
-
-
-def read(path):
-    """Read a checkpoint as `learn.load` does, nothing but data in it."""
-    with torch.serialization.safe_globals([L]):
-        return torch.load(path, weights_only=True)
 
 
 def quietly(f, *args, **kwargs):
@@ -120,7 +113,8 @@ def test_a_file_of_any_precision_continues_in_any_other(first, second, opt, run,
 @ANY
 def test_a_file_holds_32_bits_per_parameter(precision, opt, run):
     """As `weights_only=True` reads it: the shapes of the model, no vector behind a view."""
-    file, net = read(run(precision, opt)[0]), conv_net()
+    with torch.serialization.safe_globals([L]):  # as `learn.load` does
+        file, net = torch.load(run(precision, opt)[0], weights_only=True), conv_net()
     shapes = {k: (v.dtype, v.shape) for k, v in net.state_dict().items()}
     assert {k: (v.dtype, v.shape) for k, v in file["model"].items()} == shapes
     states = file["opt"]["state"]
@@ -128,9 +122,6 @@ def test_a_file_holds_32_bits_per_parameter(precision, opt, run):
     for p, s in zip(net.parameters(), states, strict=True):
         for t in tensors(s):
             assert t.dtype == torch.float32 and t.shape in (p.shape, torch.Size())
-    found = tensors(file)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
-    assert sum(storages.values()) <= sum(t.nbytes for t in found)
 
 
 @SOME
@@ -151,60 +142,20 @@ def test_files_of_parts_hold_those_parts_alone(precision, tmp_path):
         assert all(a <= 1.02 * b + 64 for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("way", ["frozen", "sometimes"])
 @SOME
-def test_what_has_no_moments_yet_gets_none(precision, way, tmp_path):
-    """A frozen part that is unfrozen, a layer that only some batches use."""
+def test_what_has_no_moments_yet_gets_none(precision, tmp_path):
+    """A frozen part, which is then unfrozen."""
     kwargs = dict(splitter=lambda m: [list(m[:2].parameters()), list(m[2:].parameters())])
-    if way == "sometimes":
-        kwargs = dict(model=Sometimes, splitter=one_group)
     one, other = (learner(precision, tmp_path, seed=seed, **kwargs) for seed in (1, 2))
-    one.freeze() if way == "frozen" else None
+    one.freeze()
     one.fit(1, 0.02)
     one.save("one")
     quietly(other.load, "one")
     assert_same(state(other), state(one))
-    other.model.count = getattr(one.model, "count", 0)
     for learn in (one, other):
         learn.unfreeze()
         learn.fit(1, 0.02)
     assert_same(state(other), state(one))
-
-
-@ANY
-def test_without_the_optimizer_its_state_stays(precision, tmp_path):
-    """In the file, or asked for: fastai warns where it was asked for and is not there."""
-    one, learn = trained(precision, tmp_path, seed=2), trained(precision, tmp_path)
-    before = state(learn)
-    for name, with_opt in (("one", False), ("two", True)):
-        one.fit(1)
-        one.save(name, with_opt=with_opt)
-        quietly(learn.load, name, with_opt=False)
-        assert_same(state(learn), before | {"model": weights(one)})
-    with pytest.warns(UserWarning, match="doesn't contain an optimizer state"):
-        learn.load("one")
-
-
-@SOME
-def test_fastais_callback_saves_each_epoch_and_loads_the_best(precision, tmp_path, capsys):
-    seen, losses = [], iter((1.0, 0.25, 0.5))
-
-    def note(learn):
-        seen.append(state(learn))
-
-    def pretend(learn):
-        learn.recorder.log[2] = next(losses)
-
-    learn = learner(precision, tmp_path)
-    best = SaveModelCallback(fname="best", with_opt=True)
-    each = SaveModelCallback(fname="each", every_epoch=True, with_opt=True)
-    cbs = [Do("after_epoch", pretend, order=40, training=False), best, each]
-    learn.fit(3, 0.02, cbs=[*cbs, Do("after_epoch", note, order=99, training=False)])
-    assert_same(state(learn), seen[1])
-    for i in range(3):
-        other = learner(precision, tmp_path, seed=2)
-        quietly(other.load, f"each_{i}")
-        assert_same(state(other), seen[i])
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16_flat"])

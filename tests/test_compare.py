@@ -119,16 +119,6 @@ def test_slow_autocast_is_left_out_unless_it_is_named(named, monkeypatch, capsys
     assert named or trained_names == [name for name in PRECISIONS if name != "autocast-bf16"]
 
 
-def test_command_without_cifar10_names_the_places(monkeypatch, capsys, tmp_path):
-    monkeypatch.delenv("CIFAR10_PATH", raising=False)
-    monkeypatch.setattr("mixedfp.examples.fastai_path", lambda name: tmp_path / name)
-    monkeypatch.setattr("fastai.vision.all.untar_data", None)  # no network
-    with pytest.raises(SystemExit):
-        main([*QUICK, "--data", "cifar10", "--out", str(tmp_path)])
-    error = capsys.readouterr().err
-    assert str(tmp_path / "data" / "cifar10") in error and "photos(), which needs no" in error
-
-
 def test_the_names_of_the_command_are_those_of_compare(capsys):
     compare = importlib.import_module("mixedfp.compare")
     with pytest.raises(SystemExit):

@@ -187,8 +187,8 @@ def test_a_group_of_gradients_has_no_room_for_what_lies_between():
     groups += [{"params": [*model.layers.parameters(), *model.norm.parameters()], "lr": 1.0}]
     opt = torch.optim.SGD(groups, 0.1)
     with_masters(model, opt, dtype="bf16", flat_master=True)
-    for lo, hi, layout in opt.masters.copies.groups:
-        assert layout.n == sum(p.numel() for p in opt.masters.copies.params[lo:hi])
+    for lo, hi, (_, n, _) in opt.masters.copies.groups:
+        assert n == sum(p.numel() for p in opt.masters.copies.params[lo:hi])
 
 
 @pytest.mark.parametrize("n_out", [32, 128])

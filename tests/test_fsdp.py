@@ -14,13 +14,13 @@ from fastai.optimizer import Adam, OptimWrapper
 from ranks import on_ranks
 from tiny import Do
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import mixedfp.callback  # noqa: F401, gives Learner to_bf16
+import mixedfp.callback
+import mixedfp.fsdp  # noqa: F401, both give Learner methods
 from mixedfp import masters_of
 from mixedfp.engine.optimizers import core_of
 from mixedfp.formats import MixedPrecisionError
-from mixedfp.fsdp import shard_model  # and gives Learner fsdp_ctx
 from mixedfp.sharded import has_shards
 from mixedfp.testing import assert_same
 
@@ -92,31 +92,18 @@ def fit(rank, n, folder, bad=False, clip=None, accumulate=False, **settings):
     return found
 
 
-def find(rank, n, folder, bad=False, **settings):
-    """Return the suggested rates, the losses, and the weights before and after."""
-    learn = make(n, folder, seed=rank, **settings)
-    spoil = lambda learn: setattr(learn, "loss", learn.loss * torch.inf)  # noqa: E731
-    learn.add_cbs([Do("after_loss", spoil, at=40)] if bad and rank == n - 1 else [])
-    with nullcontext() if n == 1 else learn.fsdp_ctx(shard=lambda m: isinstance(m, nn.Linear)):
-        before = whole(learn)
-        rate = learn.lr_find(show_plot=False).valley
-        losses = [float(loss) for loss in learn.recorder.losses]
-        return rate, losses, before, whole(learn)
-
-
-def by_hand(rank, folder):
+def by_hand(folder):
     """Return the loss of a Learner whose model was sharded before, and its file's dtypes."""
     learn = make(1, folder, dtype=torch.float32)  # both processes have the same batches
-    shard_model(learn.model, nn.Sequential, init_device_mesh("cpu", (2,)), torch.bfloat16)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for m in (learn.model[0], learn.model[1], learn.model):
+        fully_shard(m, mp_policy=policy)
     learn.to_bf16().validate()
     learn.fit(1, 1e-2)
-    with pytest.raises(MixedPrecisionError, match="fsdp_ctx"):
-        learn.lr_find(show_plot=False)
     with learn.fsdp_ctx(shard=nn.Sequential):
-        rate = learn.lr_find(show_plot=False).valley
         file = learn.save("by_hand", with_opt=False)
     assert not hasattr(learn, "shared_data")  # the callback of the block
-    return learn.recorder.values[-1], rate, {t.dtype for t in torch.load(file).values()}
+    return learn.recorder.values[-1], {t.dtype for t in torch.load(file).values()}
 
 
 def refused(folder):
@@ -132,13 +119,18 @@ def refused(folder):
         with pytest.raises((MixedPrecisionError, ValueError), match=words):
             with learn.fsdp_ctx(shard=shard):
                 pass
+    for dtype in (torch.float32, torch.bfloat16):
+        learn = make(N, folder, dtype=dtype)
+        with learn.fsdp_ctx(shard=nn.Sequential):
+            with pytest.raises(MixedPrecisionError, match="lr_find would hang"):
+                learn.lr_find(show_plot=False)
     learn = make(N, folder, dtype=torch.float32).to_bf16(flat_master=True)
     with pytest.raises(MixedPrecisionError, match="flat_master: not for a sharded model"):
         with learn.fsdp_ctx(shard=nn.Sequential):
             pass
     assert not has_shards(learn.model) and masters_of(learn.model) is not None
     os.environ.pop("WORLD_SIZE")
-    with pytest.raises(MixedPrecisionError, match="start the script by torchrun"):
+    with pytest.raises(MixedPrecisionError, match="start the script with torchrun"):
         with make(1, folder).fsdp_ctx(shard=nn.Sequential):
             pass
 
@@ -146,14 +138,9 @@ def refused(folder):
 def work(rank, n, folder):
     """Return all that the tests look at."""
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
-    found = {}
-    for name, case in CASES.items():
-        found[name] = fit(rank, n, folder, **case)
-    found["find"] = find(rank, n, folder)
-    found["find, inf"] = find(rank, n, folder, bad=True)
-    found["find, fp16"] = find(rank, n, folder, dtype=torch.float16, opt_func=TORCH)
+    found = {name: fit(rank, n, folder, **case) for name, case in CASES.items()}
     if n > 1:
-        found["by hand"] = by_hand(rank, folder)
+        found["by hand"] = by_hand(folder)
         refused(folder)
     return found
 
@@ -198,25 +185,8 @@ def test_a_saved_file_resumes_and_loads_into_a_plain_learner(name, runs):
     assert first["n_states"] == 8
 
 
-@pytest.mark.parametrize("name", ["find", "find, fp16"])
-def test_a_learning_rate_is_found_as_in_one_process(name, runs):
-    (one,), (first, second) = ([r[name] for r in run] for run in runs)
-    assert first[0] == second[0] == one[0] and first[1] == second[1]
-    assert len(first[1]) > 60
-    assert_same(first[3], first[2])
-    assert torch.tensor(first[1][:60]).allclose(torch.tensor(one[1][:60]), atol=1e-2)
-
-
-def test_an_infinite_loss_in_one_process_ends_the_search_in_all(runs):
-    """As in one process; each would wait for the other otherwise."""
-    for rank in (*runs[0], *runs[1]):
-        _, losses, before, after = rank["find, inf"]
-        assert len(losses) == 40
-        assert_same(after, before)
-
-
 def test_a_model_may_be_sharded_by_hand(runs):
-    """It trains and validates as it is; a search needs the context, which keeps the shards."""
+    """It trains and validates as it is; a file needs the context, which keeps the shards."""
     first, second = (rank["by hand"] for rank in runs[1])
     assert first == second and first[0][0] < 0.7
-    assert first[2] == {torch.float32}
+    assert first[1] == {torch.float32}

@@ -117,7 +117,6 @@ def by_skorch(dtype, factors, flat):
         nn.MSELoss,
         amp_enabled=True,
         amp_dtype=dtype,
-        amp_mode="master",
         flat_master=flat,
         train_split=None,
         max_epochs=1,

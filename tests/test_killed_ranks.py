@@ -1,8 +1,8 @@
 """Two processes, of which one is killed at a random moment; all continue from the last whole file.
 
-They end in the bits of a run that was not broken. Run as a script, `python test_killed_ranks.py
-FOLDER`, this trains a Learner, and forks each start after the imports. `KILLS=30` kills each so
-often.
+They end in the bits of a run that was not broken; three processes can continue too. Run as a
+script, `python test_killed_ranks.py FOLDER`, this trains a Learner, and forks each start after the
+imports. `KILLS=30` kills each so often.
 """
 
 import os
@@ -30,9 +30,9 @@ pytest.importorskip("accelerate")
 N_EPOCHS = 3
 
 
-def learner(rank, folder):
+def learner(rank, folder, n):
     """Train a fastai learner, with our callback."""
-    tiny.be_distributed(rank)
+    tiny.be_distributed(rank, n)
     dls = tiny.make_dls(*tiny.images(88), bs=8, shuffle=True)
     learn = tiny.make_learner("adam", tiny.dropout_net, dls=dls, path=folder)
     learn.to_fp16(flat_master=True, loss_scale=2.0**19, growth_interval=3)  # steps are skipped
@@ -46,7 +46,7 @@ def learner(rank, folder):
     return start, tiny.weights(learn), tiny.opt_state(learn), learn.mp_cb.loss_scale
 
 
-def start(rank, folder, victim=None, last=None):
+def start(rank, folder, n, victim=None, last=None):
     """Train in a process, which may be the victim; count its calls, note those that write."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
@@ -61,23 +61,23 @@ def start(rank, folder, victim=None, last=None):
 
     sys.setprofile(see)
     try:
-        ends = learner(rank, folder)
+        ends = learner(rank, folder, n)
     finally:
         sys.setprofile(None)
     return ends, next(numbers), writes
 
 
 def runs(folder, n):
-    """Run unbroken, then broken `n` times; return (ends expected, [ends])."""
+    """Run unbroken, then broken `n` times; return the ends expected, all ends, those of three."""
     chance, found = random.Random(0), []
 
-    def on_two(name, **kwargs):
+    def on(name, n=2, **kwargs):
         (folder / name).mkdir(parents=True, exist_ok=True)
         meet = Path(tempfile.mkdtemp(dir=folder))
-        work = partial(start, folder=folder / name, **kwargs)
-        return on_ranks(2, work, meet, method="fork")
+        work = partial(start, folder=folder / name, n=n, **kwargs)
+        return on_ranks(n, work, meet, method="fork")
 
-    whole = on_two("whole")
+    whole = on("whole")
     for i in range(n):
         victim = chance.randrange(2)
         _, n_calls, writes = whole[victim]
@@ -86,21 +86,27 @@ def runs(folder, n):
         if writes and i % 2:
             last = min(chance.choice(writes) + chance.randrange(40), end)
         with pytest.raises(RuntimeError, match=f"ended with {-signal.SIGKILL}"):
-            on_two(f"run{i}", victim=victim, last=last)
-        found.append([ends for ends, *_ in on_two(f"run{i}")])
-    return [ends for ends, *_ in whole], found
+            on(f"run{i}", victim=victim, last=last)
+        found.append([ends for ends, *_ in on(f"run{i}")])
+    with pytest.raises(RuntimeError):
+        on("more", victim=1, last=whole[1][1] * 9 // 10)
+    return [ends for ends, *_ in whole], found, [ends for ends, *_ in on("more", 3)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process that forks")
 def test_all_continue_from_the_last_checkpoint_in_the_same_bits(tmp_path):
     """Weights, buffers, states and scale, on both ranks, wherever one was killed."""
     run_as_script(__file__, tmp_path)
-    whole, broken = torch.load(tmp_path / "found.pt", weights_only=False)
+    whole, broken, three = torch.load(tmp_path / "found.pt", weights_only=False)
     for ends in broken:
         for (_, *expected), (_, *got) in zip(whole, ends, strict=True):
             assert_same(got, expected)
         assert ends[0][0] == ends[1][0]  # both began with the same epoch
     assert any(ends[0][0] for ends in broken)  # some were in the middle
+    for begun, weights, _, scale in three:
+        assert begun == three[0][0] > 0 and scale == three[0][3]
+        for k, w in weights.items():
+            assert w.isfinite().all() and ("running" in k or w.equal(three[0][1][k]))
 
 
 if __name__ == "__main__":

@@ -19,32 +19,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WORDS = torch.arange(12).view(2, 6) % 30
 
 
-def images(n=2, size=32):
-    return (torch.randn(n, 3, size, size),)
+def images(size=32):
+    return (torch.randn(2, 3, size, size),)
 
 
 # Each entry makes a model, its arguments and its keyword arguments
 
 
-def of_torchvision(name, n=2, size=32, **how):
-    models = pytest.importorskip("torchvision").models
-    return getattr(models, name)(weights=None, num_classes=5, **how), images(n, size), {}
-
-
-def transformer_of_torchvision(name, **how):
+def of_torchvision(name, **how):
     models = pytest.importorskip("torchvision").models
     return getattr(models, name)(num_classes=5, **how), images(), {}
 
 
-def segmentation(name):
-    models = pytest.importorskip("torchvision").models.segmentation
-    net = getattr(models, name)(weights=None, weights_backbone=None, num_classes=5)
-    return net, images(), {}
-
-
 def of_timm(name, size=32, **how):
     timm = pytest.importorskip("timm")
-    return timm.create_model(name, num_classes=5, **how), images(size=size), {}
+    return timm.create_model(name, num_classes=5, **how), images(size), {}
 
 
 def of_transformers(name, kind, sizes, **inputs):
@@ -64,7 +53,6 @@ def classifying_bert(n=2, **inputs):
 HIDDEN = dict(vocab_size=30, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
 HIDDEN |= dict(intermediate_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 PADDED = dict(input_ids=WORDS, attention_mask=torch.tensor([[1] * 6, [1] * 3 + [0] * 3]))
-VIT = dict(image_size=32, patch_size=8, num_channels=3)
 GPT2 = dict(vocab_size=30, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
 MIXTRAL = HIDDEN | dict(num_local_experts=2, num_key_value_heads=2)
 T5 = dict(
@@ -148,11 +136,8 @@ SIZES = dict(image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=
 ZOO = {
     "resnet18": partial(of_torchvision, "resnet18"),
     "mobilenet_v3": partial(of_torchvision, "mobilenet_v3_small", dropout=0.0),
-    "shufflenet": partial(of_torchvision, "shufflenet_v2_x0_5", 4, 64),
-    "squeezenet": partial(of_torchvision, "squeezenet1_1", dropout=0.0),
-    "vit": partial(transformer_of_torchvision, "VisionTransformer", **SIZES),
-    "swin": partial(transformer_of_torchvision, "SwinTransformer", **SWIN),
-    "lraspp": partial(segmentation, "lraspp_mobilenet_v3_large"),
+    "vit": partial(of_torchvision, "VisionTransformer", **SIZES),
+    "swin": partial(of_torchvision, "SwinTransformer", **SWIN),
     "timm_convnext": partial(of_timm, "test_convnext"),
     "timm_nfnet": partial(of_timm, "test_nfnet"),
     "timm_coatnet": partial(of_timm, "test_coatnet", 64, img_size=64),
@@ -164,8 +149,6 @@ ZOO = {
     "llama": partial(of_transformers, "Llama", "ForCausalLM", HIDDEN, **PADDED, labels=WORDS),
     "mixtral": partial(of_transformers, "Mixtral", "ForCausalLM", MIXTRAL, **PADDED, labels=WORDS),
     "t5": partial(of_transformers, "T5", "ForConditionalGeneration", T5, **PADDED, labels=WORDS),
-    "transformers_vit": partial(of_transformers, "ViT", "ForImageClassification", HIDDEN | VIT,
-                                pixel_values=images()[0], labels=WORDS[:, 0] % 2),
     "whisper": partial(of_transformers, "Whisper", "ForConditionalGeneration", WHISPER,
                        input_features=torch.randn(2, 8, 32), labels=WORDS),
     "diffusion": lambda: (Diffusion(), (*images(), torch.tensor([999.3986, 833.0])), {}),
@@ -199,7 +182,7 @@ def output_of(net, args, kwargs):
     out = net(*args, **kwargs)
     own = getattr(out, "loss", None)
     if isinstance(out, dict):
-        out = out["out" if "out" in out else "logits"]
+        out = out["logits"]
     out = out[0] if isinstance(out, tuple) else out
     return out, out.float().square().mean() if own is None else own
 

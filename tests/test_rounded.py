@@ -6,7 +6,6 @@ Oracles: the same model in float32, the same pass without the tool, and sums tha
 import copy
 import functools
 import gc
-import pickle
 import threading
 import types
 import weakref
@@ -86,17 +85,24 @@ def n_rounded(monkeypatch):
 
 
 class Nested(nn.Module):
-    def __init__(self, with_grad):
+    """Calls itself, and may give a part a hook that takes its copy away from the next pass on."""
+
+    def __init__(self, with_grad, *hooks):
         super().__init__()
-        self.linear, self.with_grad = nn.Linear(4, 4), with_grad
+        self.first, self.linear = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.with_grad, self.hooks = with_grad, [*hooks]
 
     def forward(self, x, depth=1):
-        y = self.linear(x)
-        outer = self.linear.weight
+        y = self.linear(self.first(x))
+        outer, is_tied = self.linear.weight, self.linear.weight.requires_grad
         if depth:
+            while self.hooks:
+                self.first.register_forward_pre_hook(self.hooks.pop())
             with torch.set_grad_enabled(self.with_grad):
-                y = y + self(y, depth - 1)
-        assert self.linear.weight is outer  # the copy of this pass is back
+                inner = self(y, depth - 1)
+            y = y + inner
+        assert self.linear.weight is outer  # the copy of this pass is back, as it was
+        assert outer.requires_grad == is_tied
         return y + self.linear(y)
 
 
@@ -106,6 +112,16 @@ def test_a_model_called_inside_its_own_pass_shares_the_copies(with_grad, flat, n
     full, half, _ = pair(Nested, with_grad, flat_master=flat)
     assert_trains_alike(full, half)
     assert n_rounded() == 1
+    with torch.no_grad():
+        assert_close(half(X), full(X))
+
+
+@flats
+def test_a_hook_that_is_added_in_a_pass_counts_from_the_next_one(flat):
+    full, half, _ = pair(Nested, True, limit_own, flat_master=flat)
+    half(X), full(X), half(X), full(X)
+    assert_close(list(half.parameters()), list(full.parameters()), 2**-9)
+    assert_trains_alike(full, half)
 
 
 @both
@@ -273,14 +289,11 @@ class Parent(nn.Module):
 
 OWN = """
 with torch.no_grad(): self.weight.clamp_(-0.125, 0.125)
-with torch.no_grad(): self.weight.copy_(self.weight.clamp(-0.125, 0.125))
 with torch.no_grad(): self.weight[self.weight > 0.125] = 0.125
 with torch.no_grad(): self.weight *= 0.5
-with torch.no_grad(): self.weight.mul_(0.5).add_(self.bias)
 with torch.no_grad(): torch.clamp(self.weight, -0.125, 0.125, out=self.weight)
 self.weight.data.clamp_(-0.125, 0.125)
 self.weight.data = self.weight.data.clamp(-0.125, 0.125)
-self.weight.data[0] = 0.125
 self.weight.detach().clamp_(-0.125, 0.125)
 self.weight = nn.Parameter(self.weight.detach().clamp(-0.125, 0.125))
 limit_(self.weight)
@@ -333,10 +346,8 @@ def test_a_module_that_writes_weights_in_its_pass(code, flat):
 @pytest.mark.parametrize("is_partial", [False, True], ids=["function", "partial"])
 @pytest.mark.parametrize("hook", [limit_own, limit_child])
 def test_a_hook_that_writes_weights(hook, is_partial, when, flat):
-    kind, hook = (
-        (Hooked if hook is limit_own else Parent),
-        (functools.partial(hook, bound=0.125) if is_partial else hook),
-    )
+    kind = Hooked if hook is limit_own else Parent
+    hook = functools.partial(hook, bound=0.125) if is_partial else hook
     now = [hook] if when == "before" else []
     full, half, opt = pair(lambda: nn.Sequential(kind(*now)), lr=0.0, flat_master=flat)
     for m in (full, half) if when == "after" else ():
@@ -458,6 +469,8 @@ def test_a_lazy_module_is_refused_with_a_sentence(lazy):
 
 
 class Table(nn.Module):
+    """Rows of a table, or of a module that has one."""
+
     def __init__(self, read):
         super().__init__()
         self.table, self.read = nn.Parameter(torch.ones(3, 4)), read
@@ -466,21 +479,10 @@ class Table(nn.Module):
         return self.read(self.table, i)
 
 
-class Functional(nn.Module):
-    def __init__(self, **settings):
-        super().__init__()
-        self.table, self.settings = nn.Parameter(torch.ones(3, 4)), settings
-
-    def forward(self, i):
-        if "mode" in self.settings:
-            return F.embedding_bag(i[None], self.table, **self.settings)
-        return F.embedding(i, self.table, **self.settings)
-
-
 class Lookup(nn.Module):
-    def __init__(self, module, is_recomputed=False):
+    def __init__(self, kind=nn.Embedding, is_recomputed=False, **settings):
         super().__init__()
-        self.module, self.is_recomputed = module, is_recomputed
+        self.module, self.is_recomputed = kind(3, 4, **settings), is_recomputed
 
     def forward(self, i):
         i = i[None] if isinstance(self.module, nn.EmbeddingBag) else i
@@ -489,30 +491,25 @@ class Lookup(nn.Module):
         return self.module(i)
 
 
-TABLES = {
-    "w[i]": lambda: Table(lambda w, i: w[i]),
-    "w[:, i]": lambda: Table(lambda w, i: w[:, i]),
-    "take": lambda: Table(lambda w, i: torch.take(w, i)),
-    "gather": lambda: Table(lambda w, i: w.gather(0, i[:, None].expand(-1, 4))),
-    "take_along_dim": lambda: Table(lambda w, i: torch.take_along_dim(w, i[:, None], 0)),
-    "index_select": lambda: Table(lambda w, i: w.index_select(0, i)),
-    "one_hot": lambda: Table(lambda w, i: F.one_hot(i, 3).float() @ w),
-    "element-wise": lambda: Table(lambda w, i: w[:2].sum(0) * torch.ones(len(i), 1)),
-    "F.embedding": Functional,
-    "F.embedding with max_norm": lambda: Functional(max_norm=1.0),
-    "F.embedding_bag": lambda: Functional(mode="sum"),
-    "F.embedding_bag with max_norm": lambda: Functional(mode="sum", max_norm=1.0),
-    "Embedding": lambda: Lookup(nn.Embedding(3, 4)),
-    "sparse": lambda: Lookup(nn.Embedding(3, 4, sparse=True)),
-    "padding_idx": lambda: Lookup(nn.Embedding(3, 4, padding_idx=2)),
-    "max_norm": lambda: Lookup(nn.Embedding(3, 4, max_norm=0.5)),
-    "scale_grad": lambda: Lookup(nn.Embedding(3, 4, scale_grad_by_freq=True)),
-    "a checkpoint": lambda: Lookup(nn.Embedding(3, 4), True),
-    "max_norm in a checkpoint": lambda: Lookup(nn.Embedding(3, 4, max_norm=0.5), True),
-    "EmbeddingBag": lambda: Lookup(nn.EmbeddingBag(3, 4, mode="sum")),
-    "sparse bag": lambda: Lookup(nn.EmbeddingBag(3, 4, mode="mean", sparse=True)),
-    "bag with max_norm": lambda: Lookup(nn.EmbeddingBag(3, 4, max_norm=0.5)),
-    "bag in a checkpoint": lambda: Lookup(nn.EmbeddingBag(3, 4, mode="sum"), True),
+READS = {
+    "w[i]": lambda w, i: w[i],
+    "w[:, i]": lambda w, i: w[:, i],
+    "take": lambda w, i: torch.take(w, i),
+    "gather": lambda w, i: w.gather(0, i[:, None].expand(-1, 4)),
+    "take_along_dim": lambda w, i: torch.take_along_dim(w, i[:, None], 0),
+    "index_select": lambda w, i: w.index_select(0, i),
+    "one_hot": lambda w, i: F.one_hot(i, 3).float() @ w,
+    "element-wise": lambda w, i: w[:2].sum(0) * torch.ones(len(i), 1),
+    "F.embedding": lambda w, i: F.embedding(i, w, max_norm=1.0),
+    "F.embedding_bag": lambda w, i: F.embedding_bag(i[None], w, mode="sum"),
+}
+TABLES = {k: functools.partial(Table, read) for k, read in READS.items()} | {
+    "Embedding": Lookup,
+    "sparse": functools.partial(Lookup, sparse=True),
+    "max_norm": functools.partial(Lookup, max_norm=0.5),
+    "a checkpoint": functools.partial(Lookup, is_recomputed=True),
+    "EmbeddingBag": functools.partial(Lookup, nn.EmbeddingBag, mode="sum"),
+    "sparse bag": functools.partial(Lookup, nn.EmbeddingBag, mode="mean", sparse=True),
 }
 
 
@@ -566,26 +563,6 @@ def test_operators_on_a_weight(code):
 
 
 # What training code does
-
-
-def penalty(model, x):
-    """Return the gradient penalty of WGAN-GP, and the loss."""
-    x = x.clone().requires_grad_()
-    out = model(x)
-    (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    ws = torch.autograd.grad(out.square().mean(), list(model.parameters()), create_graph=True)
-    both = (g.norm(dim=1) - 1).square().mean() + sum(w.square().sum() for w in ws)
-    return both + out.mean() - model(-x).mean()
-
-
-@flats
-@both
-def test_penalties_on_gradients(dtype, flat):
-    full, half, _ = pair(net, dtype=dtype, flat_master=flat)
-    a, b = penalty(full, X), penalty(half, X)
-    a.backward(), b.backward()
-    assert_close(b, a)
-    assert_close(grads(half), grads(full), 0.05)
 
 
 @flats
@@ -643,17 +620,9 @@ def swapped(model, _):
     torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.full((8, 4), 0.5)))
 
 
-def shared(model, _):
-    model.share_memory()
-
-
-def frozen(model, _):
-    model[0].weight.requires_grad_(False).mul_(2)
-
-
 @flats
 @both
-@pytest.mark.parametrize("change", [replaced, joined, assigned, swapped, shared, frozen])
+@pytest.mark.parametrize("change", [replaced, joined, assigned, swapped])
 def test_parameters_that_change_in_training(change, dtype, flat):
     def train(model, opt):
         for i in range(6):
@@ -667,21 +636,9 @@ def test_parameters_that_change_in_training(change, dtype, flat):
     full, half, opt = pair(net, dtype=dtype, flat_master=flat)
     want = train(full, torch.optim.SGD(full.parameters(), 0.1))
     assert_close(train(half, opt), want, 0.01)
-    assert half[0].weight.is_shared() == (change is shared)
 
 
 # Copies, files, exports
-
-
-@flats
-def test_copies_are_plain_models(flat):
-    half, _ = mixed(net(), flat_master=flat)
-    for twin in (copy.deepcopy(half), pickle.loads(pickle.dumps(half))):
-        assert_same(dict(twin.state_dict()), dict(half.state_dict()))
-        assert_same(twin(X), net()(X))
-        assert all(p.is_leaf and p.dtype == FULL for p in twin.parameters())
-    part = copy.deepcopy(half[3])
-    assert_same(part(torch.ones(2, 8)), net()[3](torch.ones(2, 8)))
 
 
 @flats
@@ -722,14 +679,12 @@ def test_a_scripted_part_and_a_traced_model():
 
 @flats
 @pytest.mark.parametrize("how", ["float_model", "deepcopy"])
-def test_exports(how, flat, tmp_path):
+def test_exports(how, flat):
     half, opt = mixed(net(), flat_master=flat)
     plain = opt.masters.float_model() if how == "float_model" else copy.deepcopy(half)
     assert (plain[0].weight is half[0].weight) == (how == "float_model")
     assert_same(torch.export.export(plain, (X,)).module()(X), net()(X))
     assert half(X).requires_grad and not torch.equal(half(X), plain(X))
-    torch.onnx.export(plain, (X,), str(tmp_path / "net.onnx"), dynamo=False)
-    assert (tmp_path / "net.onnx").stat().st_size > 0
 
 
 # Methods other than `forward`

@@ -125,16 +125,12 @@ OUT_OF_RANGE = {
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_float16_has_the_range_that_cudas_autocast_gives_it(name):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 300)
-            nn.init.uniform_(self.linear.weight, 0.2, 0.3)
-
+    class Net(nn.Linear):
         def forward(self, x):
-            return OUT_OF_RANGE[name](self.linear(x))
+            return OUT_OF_RANGE[name](super().forward(x))
 
-    net = Net()
+    net = Net(4, 300)
+    nn.init.uniform_(net.weight, 0.2, 0.3)
     exact = net(torch.ones(2, 4)).detach()
     net, _ = with_masters(net, torch.optim.SGD(net.parameters(), 0.1), dtype="fp16")
     out = net(torch.ones(2, 4))
@@ -154,6 +150,8 @@ def test_operands_of_mixed_types_are_refused_as_pytorch_refuses_them():
         assert str(ours.value) == str(native.value)
     with torch.autocast("cpu", HALF), InFloat32(HALF):
         assert F.linear(x, w).dtype == HALF
+        out = torch.zeros(2, 4, dtype=HALF)
+        assert torch.mm(x.half(), w, out=out) is out and out.any()
         assert torch.matmul(x.double(), w.double()).dtype == torch.float64
         with torch.autocast("cpu", enabled=False):
             assert F.linear(x, w.float()).dtype == FULL and w.softmax(-1).dtype == HALF

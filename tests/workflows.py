@@ -77,7 +77,7 @@ def clipping(run):
 
 @by_hand
 def accumulating(run):
-    for i in range(6):
+    for i in range(9):
         run.backward(i)
         if i % 3 == 2:
             run.step()
@@ -102,14 +102,6 @@ def setting_rates(run):
     run.iterate(2)
 
 
-@by_hand
-def keeping_zero_gradients(run):
-    for i in range(4):
-        run.zero_grad(set_to_none=False)
-        run.backward(i)
-        run.step()
-
-
 @loop
 def scheduling_one_cycle(run):
     cycles = any(k in run.opt.defaults for k in ("momentum", "betas"))
@@ -131,14 +123,7 @@ def adding_a_group(run):
 
 
 @loop
-def calling_a_closure(run):
-    for i in range(3):
-        run.step_with_closure(i)
-    run.iterate(1)
-
-
-@loop
-def stepping_twice_and_without_gradients(run):
+def stepping_twice_without_gradients_and_with_a_closure(run):
     run.zero_grad()
     run.opt.step()
     run.backward(0)
@@ -146,6 +131,9 @@ def stepping_twice_and_without_gradients(run):
     run.opt.step()
     run.zero_grad()
     run.opt.step()
+    run.iterate(1)
+    for i in range(3):
+        run.step_with_closure(i)
     run.iterate(1)
 
 
@@ -214,7 +202,7 @@ def looking_at_everything(run):
 
 
 @loop
-def going_back_to_a_file(run):
+def going_back_to_a_file_and_through_float32(run):
     run.iterate(2)
     file = io.BytesIO()
     torch.save(run.state(), file)
@@ -222,28 +210,17 @@ def going_back_to_a_file(run):
     file.seek(0)
     run.load(torch.load(file, weights_only=True))
     run.iterate(2)
-
-
-@loop
-def reloading_between_backward_and_step(run):
-    run.iterate(1)
-    run.backward(1)
-    run.load(copy.deepcopy(run.state()))
-    run.step()
-    run.zero_grad()
-    run.iterate(1)
-
-
-@loop
-def going_to_float32_and_back(run):
-    run.iterate(2)
     run.there_and_back()
     run.iterate(2)
 
 
 @loop
-def interrupting_passes(run):
+def interrupting_passes_and_reloading_before_the_step(run):
     run.iterate(1)
+    run.backward(1)
+    run.load(copy.deepcopy(run.state()))
+    run.step()
+    run.zero_grad()
     for when in ("forward", "backward"):
         with suppress(KeyboardInterrupt):
             run.backward(1, stop=when)
@@ -271,10 +248,6 @@ SEARCH = {"num_it": 4, "show_plot": False, "suggest_funcs": None}
 def fitting_in_one_cycle(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.fit_one_cycle(1, slice(0.01, 0.1), wd=0.1)
-
-
-@fit
-def fitting_flat_then_cosine_then_warm_restarts(learn):
     learn.fit_flat_cos(1, slice(0.01, 0.05), pct_start=0.25, wd=0.1)
     learn.fit_sgdr(1, 1, 0.05, wd=0.1)
 
@@ -295,16 +268,12 @@ def freezing_and_unfreezing(learn):
 
 
 @fit
-def unfreezing_in_a_callback(learn):
+def freezing_in_callbacks(learn):
     learn.freeze()
     unfreeze = Do("before_batch", lambda learn: learn.unfreeze(), at=2)
     learn.fit(1, slice(0.01, 0.1), wd=0.5, cbs=unfreeze)
     freeze = Do("after_batch", lambda learn: learn.freeze(), at=1)
     learn.fit(1, slice(0.01, 0.1), cbs=freeze)
-
-
-@fit
-def freezing_between_backward_and_step(learn):
     freeze = Do("before_step", lambda learn: learn.freeze(), at=1)
     thaw = Do("after_step", lambda learn: learn.unfreeze(), at=2)
     learn.fit(1, 0.05, wd=0.1, cbs=[freeze, thaw])
@@ -318,11 +287,6 @@ def finding_a_rate(learn):
     learn.freeze()
     learn.lr_find(**SEARCH, stop_div=False)
     learn.fit(1, 0.05)
-
-
-@fit
-def finding_rates_until_all_is_nan(learn):
-    learn.fit(1, 0.05, wd=0.1)
     learn.lr_find(start_lr=1.0, end_lr=1e15, stop_div=False, **SEARCH | {"num_it": 8})
     torch.manual_seed(0)  # fastai's search goes on, and draws more for its dropout
     learn.fit(1, 0.05, wd=0.1)
@@ -336,11 +300,7 @@ def clipping_norms(learn):
 @fit
 def accumulating_batches(learn):
     learn.fit(2, 0.1, wd=0.5, cbs=GradientAccumulation(10))  # two and a half: some are left over
-
-
-@fit
-def clipping_what_was_accumulated(learn):
-    learn.fit(2, 0.1, wd=0.5, cbs=[GradientClip(0.1), GradientAccumulation(8)])
+    learn.fit(1, 0.1, cbs=[GradientClip(0.1), GradientAccumulation(8)])
 
 
 @fit
@@ -364,31 +324,21 @@ def _clamp(learn):
 
 
 @fit
-def changing_the_memory_format(learn):
+def changing_format_and_device(learn):
     learn.fit(1, 0.05, wd=0.5, cbs=ChannelsLast())
     learn.model.to(memory_format=torch.contiguous_format)
     learn.fit(1, 0.05)
-
-
-@fit
-def moving_the_model(learn):
-    learn.fit(1, 0.05, wd=0.5)
     learn.model.to(learn.dls.device).eval()
     learn.dls.to(DEVICE), learn.to(DEVICE)
     learn.fit(1, 0.05)
 
 
 @fit
-def exchanging_the_head(learn):
+def exchanging_the_head_and_the_model(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.model.head = nn.Linear(4, 2)
     learn.create_opt()
     learn.fit(1, 0.05)
-
-
-@fit
-def exchanging_the_model(learn):
-    learn.fit(1, 0.05, wd=0.1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         learn.model = learn.model.net.build()
@@ -405,12 +355,7 @@ def saving_and_loading(learn):
     learn.fit(1, 0.05)
     learn.load("one", with_opt=False)
     learn.fit(1, 0.05)
-
-
-@fit
-def keeping_the_best(learn):
-    best = SaveModelCallback(fname="best", with_opt=True)
-    learn.fit(2, 0.1, wd=0.5, cbs=best)
+    learn.fit(2, 0.1, wd=0.5, cbs=SaveModelCallback(fname="best", with_opt=True))
     learn.fit(1, 0.05)
 
 

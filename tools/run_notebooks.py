@@ -11,18 +11,14 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
 from nbconvert.filters import strip_ansi
-from nbconvert.preprocessors import (
-    CellExecutionError,
-    CoalesceStreamsPreprocessor,
-    ExecutePreprocessor,
-)
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor, ExecutePreprocessor
 from notebooks import ROOT, all_notebooks, directives
 
 NEVER = {"notest", "eval: false", "eval:false"}
@@ -66,91 +62,48 @@ def portable(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return output
 
 
-def run_here(path: Path, write: bool) -> None:
-    """Run the notebook at `path` in a fresh kernel; raise if a cell does."""
+def run(path: Path, args: argparse.Namespace) -> bool:
+    """Run the notebook at `path` in a fresh kernel, print and return whether it passed."""
+    start, error = time.perf_counter(), ""
     nb = nbformat.read(path, as_version=4)
     to_run = [cell for cell in nb.cells if not is_skipped(cell)]
     part = nbformat.v4.new_notebook(cells=to_run)  # shares its cells with `nb`
-    runner = ExecutePreprocessor(timeout=None, kernel_name="python3", record_timing=False)
-    runner.preprocess(part, {"metadata": {"path": str(path.parent)}})
-    if write:
+    runner = ExecutePreprocessor(timeout=args.timeout, kernel_name="python3", record_timing=False)
+    runner.extra_arguments = ["--log-level=40"]
+    try:
+        runner.preprocess(part, {"metadata": {"path": str(path.parent)}})
+    except Exception as raised:  # by a cell: its text is the cell and the traceback
+        error = strip_ansi(str(raised)) + "\n"
+    if args.write and not error:
         part, _ = CoalesceStreamsPreprocessor().preprocess(part, {})  # lines come one by one
         for cell, ran in zip(to_run, part.cells, strict=True):
             cell.outputs = [portable(output) for output in ran.outputs if not is_noise(output)]
         nbformat.write(nb, path)
+    took, shown = time.perf_counter() - start, path.relative_to(ROOT)
+    print(f"{error}{'FAILED' if error else 'passed'} {took:6.1f} s  {shown}", flush=True)
+    return not error
 
 
-def settings(args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment of a process that runs notebooks, with its share of the cores."""
-    threads = str(max(1, (os.cpu_count() or 1) // args.workers))
-    limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-    if args.write:  # fastai causes PyTorch warnings that are not useful to readers
-        limits["PYTHONWARNINGS"] = "ignore::FutureWarning"
-    return {**os.environ, **limits}
-
-
-def run_apart(path: Path, args: argparse.Namespace) -> bool:
-    """Run the notebook at `path` in its own process, print the result, return whether it passed."""
-    start = time.perf_counter()
+def run_nbdev(paths: list[Path], options: tuple[str, ...], timeout: float) -> Iterator[bool]:
+    """Run `nbdev_test`, print its output, and yield for each of `paths` whether it passed."""
+    test = [str(Path(sys.executable).parent / "nbdev_test"), "--do_print", "--timing", *options]
+    streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(test, cwd=ROOT, start_new_session=True, **streams)
     try:
-        done = subprocess.run(
-            [sys.executable, __file__, "--here", str(path), *(["--write"] if args.write else [])],
-            cwd=ROOT,
-            env=settings(args),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=args.timeout,
-        )
-        passed, output = done.returncode == 0, done.stdout
-    except subprocess.TimeoutExpired as stopped:
-        passed, output = False, (stopped.stdout or b"") + b"\nstopped: timed out"
-    took = time.perf_counter() - start
-    line = f"{'passed' if passed else 'FAILED'} {took:6.1f} s  {path.relative_to(ROOT)}"
-    if not passed:
-        line = f"{output.decode(errors='replace').strip()}\n{line}"
-    print(line, flush=True)
-    return passed
-
-
-def run_nbdev(paths: list[Path], args: argparse.Namespace, *options: str) -> list[bool]:
-    """Run `nbdev_test`, print its output, and return for each of `paths` whether it passed."""
-    test = [str(Path(sys.executable).parent / "nbdev_test"), "--do_print", *options]
-    began, ended, failed, said = {}, set(), set(), []
-    limit = 3 * args.timeout  # for all of them
-    with subprocess.Popen(
-        test,
-        cwd=ROOT,
-        env=settings(args),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        kill = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
-        kill.start()
-        for line in process.stdout or ():
-            now, (word, _, name) = time.perf_counter(), line.strip().rpartition(" ")
-            if word == "Starting":
-                began[name] = now
-            elif word == "- Completed":
-                ended.add(name)
-                took, shown = now - began.get(name, now), name.removeprefix(f"{ROOT}/")
-                print(f"ended {took:7.1f} s  {shown}", flush=True)
-            else:
-                said.append(line)
-            # an error as it occurs, and the list of all errors at the end
-            if of_failed := re.fullmatch(r"(?:\w+ in |\t)(\S+\.ipynb):?\n?", line):
-                failed.add(Path(of_failed[1]).name)
-        kill.cancel()
-    print("".join(said).strip(), flush=True)
-    if process.returncode == -signal.SIGKILL:
-        print(f"stopped after {limit:.0f} s", flush=True)
-    if process.returncode > 0 and not failed:  # for a reason other than a cell
-        return [False] * len(paths)
-    return [str(path) in ended and path.name not in failed for path in paths]
+        output, _ = process.communicate(timeout=3 * timeout)  # for all of them
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()[0] + b"\nstopped: timed out"
+    text = output.decode(errors="replace").strip()
+    print(text, flush=True)
+    failed = set(re.findall(r"^\t(\S+\.ipynb)$", text, re.MULTILINE))
+    if process.returncode and not failed:  # for a reason other than a cell
+        failed = {path.name for path in paths}
+    for path in paths:
+        passed = f"- Completed {path}" in text and path.name not in failed
+        if not passed:
+            print(f"FAILED {path.relative_to(ROOT)}")
+        yield passed
 
 
 def run_parts(args: argparse.Namespace) -> list[bool]:
@@ -159,26 +112,17 @@ def run_parts(args: argparse.Namespace) -> list[bool]:
     It runs them in order of name, so the lessons, which train models, would run last, and the
     longest of them alone. They therefore run as a separate part, in parallel with the others.
     """
-    is_lesson = {path: "tutorials" in path.parts for path in all_notebooks()}
-    lessons = [path for path in is_lesson if is_lesson[path]]
-    index = [path for path in is_lesson if path.parent == ROOT]
-    others = [path for path in is_lesson if path not in {*lessons, *index}]
-    n = str(max(1, args.workers // 2))  # of each part
-
-    def run_others() -> list[bool]:
-        found = run_nbdev(others, args, "--n_workers", n, "--skip_folder_re", "^[_.]|^tutorials$")
-        return found + [run_nbdev([path], args, "--path", str(path))[0] for path in index]
-
+    lessons, n = ROOT / "nbs" / "tutorials", ("--n_workers", str(max(1, args.workers // 2)))
+    index, paths = ROOT / "index.ipynb", all_notebooks()
+    others = [path for path in paths if path.parent != lessons and path != index]
+    parts: list[tuple[list[Path], tuple[str, ...]]] = [
+        ([path for path in paths if path.parent == lessons], (*n, "--path", str(lessons))),
+        (others, (*n, "--skip_folder_re", "^[_.]|^tutorials$")),
+        ([index], ("--path", str(index))),
+    ]
     with ThreadPoolExecutor(min(2, args.workers)) as pool:
-        of_lessons = pool.submit(
-            run_nbdev, lessons, args, "--n_workers", n, "--path", str(ROOT / "nbs" / "tutorials")
-        )
-        of_others = pool.submit(run_others)
-    found = [*of_lessons.result(), *of_others.result()]
-    for path, passed in zip([*lessons, *others, *index], found, strict=True):
-        if not passed:
-            print(f"FAILED {path.relative_to(ROOT)}")
-    return found
+        found = pool.map(lambda part: list(run_nbdev(*part, args.timeout)), parts)
+        return [passed for each in found for passed in each]
 
 
 def run_all(paths: list[Path], args: argparse.Namespace) -> list[bool]:
@@ -189,7 +133,7 @@ def run_all(paths: list[Path], args: argparse.Namespace) -> list[bool]:
     # lessons train models: start with them, so that workers do not wait long for the last
     paths.sort(key=lambda path: "tutorials" not in path.parts)
     with ThreadPoolExecutor(args.workers) as pool:
-        return list(pool.map(lambda path: run_apart(path, args), paths))
+        return list(pool.map(lambda path: run(path, args), paths))
 
 
 def main() -> int:
@@ -197,21 +141,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", type=Path, help="notebooks; all by default")
     parser.add_argument("--workers", type=int, default=1, help="notebooks at a time")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for one notebook")
+    parser.add_argument("--timeout", type=int, default=900, help="seconds for one cell")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--nbdev", action="store_true", help="run all with nbdev_test")
     how.add_argument("--write", action="store_true", help="save the new outputs")
-    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.nbdev and args.paths:
         parser.error("--nbdev runs all notebooks: for a single one, use nbdev_test --path NOTEBOOK")
-    if args.here:
-        try:
-            run_here(args.here, args.write)
-        except CellExecutionError as error:  # its text is the cell and the traceback
-            print(strip_ansi(str(error)))
-            return 1
-        return 0
+    threads = str(max(1, (os.cpu_count() or 1) // args.workers))  # of each: its share of the cores
+    os.environ.update(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, PYTHONUNBUFFERED="1")
+    if args.write:  # fastai causes PyTorch warnings that are not useful to readers
+        os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
     results = run_all(args.paths, args)
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     return 0 if results and all(results) else 1

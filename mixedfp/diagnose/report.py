@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cast import Policy, is_castable, model2float
+from ..cast import Policy, is_castable, model2half
 from ..engine.forward import forward_of, install_forward, remove_forward
 from ..engine.masters import masters_of
-from ..formats import NumberFormat
 from ..nested import check_positive, map_tensors, tensors_in
 from ..torch_private import unwrapped
 
@@ -66,7 +65,8 @@ class Numbers:
 
     def _floor(self):
         "Return the exponent below which numbers become 0: half of the smallest is rounded up."
-        return round(math.log2(NumberFormat.of(self.dtype).smallest_subnormal)) - 1
+        f = torch.finfo(self.dtype)
+        return round(math.log2(f.smallest_normal * f.eps)) - 1
 
 
 def squares(truth: Tensor, now: Tensor) -> Tensor:  # two float64 numbers on the CPU
@@ -166,7 +166,7 @@ def float_copy(model: nn.Module) -> nn.Module:
     held = (t for m in model.modules() for t in tensors_in(list(vars(m).values())))
     # a non-leaf, as in fastai's `WeightDropout`, has no `deepcopy`
     memo = {id(t): t.detach().clone() for t in held if t.grad_fn is not None}
-    twin = model2float(copy.deepcopy(model, memo))
+    twin = model2half(copy.deepcopy(model, memo), torch.float32)
     twin.zero_grad()
     if hasattr(twin, "reset"):  # in fastai models: clears the state of the last batch
         twin.reset()  # pyright: ignore
@@ -443,7 +443,7 @@ class PrecisionReport:
 
     def headline(self) -> str:
         "Return the settings, the loss, the causes and the line to paste."
-        dtype, scale = NumberFormat.of(self.settings.dtype).name, self.settings.loss_scale
+        dtype, scale = torch.finfo(self.settings.dtype).dtype, self.settings.loss_scale
         at = f" at loss scale {scale:g}" if scale != 1 else ""
         head = f"{dtype}{at}: loss {self.losses[1]:.6g}, in float32 {self.losses[0]:.6g}\n"
         if self.is_fine:
@@ -465,15 +465,16 @@ class PrecisionReport:
             raise ValueError(f"`what` is {what!r}: expected activations or gradients")
         import matplotlib.pyplot as plt
 
-        is_grad, f = what == "gradients", NumberFormat.of(self.settings.dtype)
+        is_grad, f = what == "gradients", torch.finfo(self.settings.dtype)
         kept = {m.name: m.grads.values() if is_grad else [m.out] for m in self.modules}
         rows = {k: sum(n.counts for n in ns) for k, ns in kept.items() if any(n.n for n in ns)}
         ends = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
         ax = ax or plt.subplots(figsize=(7, 2.2 + 0.19 * ends[2]), layout="constrained")[1]
         shares = torch.stack([n / n.sum() for n in rows.values()])
         ax.imshow(shares.numpy(), aspect="auto", norm="log", vmin=1e-5, vmax=1, extent=ends)
-        limits, scale = (f.smallest_subnormal, f.smallest_normal, f.max), self.settings.loss_scale
-        low, normal, high = (math.log2(x / scale**is_grad) for x in limits)
+        limits = f.smallest_normal * f.eps, f.smallest_normal, f.max
+        scale = self.settings.loss_scale**is_grad
+        low, normal, high = (math.log2(x / scale) for x in limits)
         ax.axvspan(low, high, color="0.9", zorder=-1)
         ax.axvline(normal, color="#D55E00", ls="--")
         present = _EXPONENTS[shares.any(0)].tolist()

@@ -7,8 +7,6 @@ __all__ = ['PassForward', 'HalfForward', 'PartForward', 'NormForward', 'KeptForw
            'remove_forward', 'forward_of', 'computing', 'called_modules']
 
 # %% ../../nbs/engine/03_forward.ipynb #ecc8661a
-import copy
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -34,11 +32,6 @@ class PassForward(WrappedForward):
     def __reduce__(self) -> tuple:
         """Return how to make the module's own forward pass."""
         return _same, (self.own,)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        """Return the forward pass of the copied module."""
-        return copy.deepcopy(self.own, memo)
-
 
 def _same(own):
     return own
@@ -67,7 +60,7 @@ class HalfForward(PassForward):
         self.emulates = not policy.native and not has_arithmetic("cpu", policy.dtype)
         self.on_cpu = InFloat32(policy.dtype, self.emulates)
         # a mode costs 7 us for each function: it is on where one of its functions may be called
-        own = {m for m, *_ in copies.places if not _only_multiplies(m)} if copies else set()
+        own = {m for m in copies.names if not _only_multiplies(m)} if copies else set()
         self.needs_mode = self.emulates or policy.dtype == torch.float16 or any(
             m in own or isinstance(m, _COVERED) or uses(m, self.on_cpu.names)
             for m in module.modules()
@@ -83,8 +76,8 @@ class HalfForward(PassForward):
             try:
                 if not self.policy.autocast:
                     args, kwargs = cast_floats((args, kwargs), self.policy.dtype)
-                autocast, on_cpu = self._modes()
-                with Passes(self.copies), Passes(self.copies):
+                lock, autocast, on_cpu = self._modes()
+                with lock, Passes(self.copies), Passes(self.copies):
                     self.copies.__enter__()
                     with autocast, on_cpu:
                         out = self.own(*args, **kwargs)
@@ -109,19 +102,21 @@ class HalfForward(PassForward):
             ) from error
 
     def _modes(self):
-        "Return `torch.autocast` and, on a CPU, `InFloat32`."
+        "Return the lock of a pass, `torch.autocast` and, on a CPU, `InFloat32`."
         dtype = self.policy.dtype
         first = next(self.module.parameters(), None)
         device = "cpu" if first is None else first.device.type
         if device == "cpu" and self.emulates and not is_compiling():
             name = str(dtype).removeprefix("torch.")
             warn_once(
-                f"on this CPU {name} products are computed in float32 and rounded to {name}, as on "
-                "a GPU, at about the speed of float32. native=True uses PyTorch's own kernels, "
-                "which are mostly slower"
+                f"this CPU has no fast {name} arithmetic, so {name} training runs at about "
+                "float32's speed, with results as on a GPU. native=True uses PyTorch's kernels"
             )
-        on_cpu = self.on_cpu if device == "cpu" and self.needs_mode else nullcontext()
-        return torch.autocast(device, dtype) if self.policy.autocast else nullcontext(), on_cpu
+        return (
+            nullcontext() if is_compiling() else self.copies.lock,
+            torch.autocast(device, dtype) if self.policy.autocast else nullcontext(),
+            self.on_cpu if device == "cpu" and self.needs_mode else nullcontext(),
+        )
 
 
 _COVERED = nn.RNNBase, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.Sigmoid
@@ -140,13 +135,12 @@ class PartForward(PassForward):
     """
 
     copies: Copies
-    names: list[str]  # of the parameters that have copies
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass, with rounded weights if autocast is on."""
-        m, weights = self.module, {}
-        if not self.copies.running and m not in self.copies.without:
-            weights = {k: p for k in self.names if (p := m._parameters.get(k)) is not None}
+        m: Any = self.module
+        names = () if self.copies.running else self.copies.names.get(m, ())
+        weights = {k: p for k in names if (p := m._parameters.get(k)) is not None}
         if not any(torch.is_autocast_enabled(p.device.type) for p in weights.values()):
             return self.compute(*args, **kwargs)
         try:
@@ -194,10 +188,7 @@ class KeptForward(PassForward, FloatForward):
     """
 
 
-def part_of(
-    m: nn.Module,
-    has_copies: bool,  # of its weights
-) -> type[PartForward] | None:
+def part_of(m: nn.Module, has_copies: bool) -> type[PartForward] | None:
     "Return the wrapper that `m` needs under `torch.autocast`, if any."
     own = getattr(type(m), "forward", None)
     if own in (nn.LayerNorm.forward, nn.GroupNorm.forward, nn.RMSNorm.forward):
@@ -222,17 +213,14 @@ def install_forward(
         # in a layer with a scale autocast casts the weights: gradients leave it in float32
         scaled = [] if layers is None else layers.modules
         copies = Copies(model, policy.dtype, {*kept, *scaled}, policy.half_grads)
-        names = defaultdict(list)
-        for m, name, _ in copies.places:
-            names[m].append(name)
         for m in (m for m in model.modules() if m not in kept):
             # without autocast nothing else casts the weights that have no copies
             is_wide = m in copies.without and m._parameters and not policy.autocast
             if is_wide or isinstance(m, nn.Embedding | nn.EmbeddingBag):
                 KeptForward(m).dtype = dtype
-            elif policy.autocast and "forward" not in vars(m) and (kind := part_of(m, m in names)):
-                part = kind(m)
-                part.copies, part.names = copies, names[m]
+            elif policy.autocast and "forward" not in vars(m):
+                if kind := part_of(m, m in copies.names):
+                    kind(m).copies = copies
     for m in called_modules(model):
         HalfForward(m, policy, copies, layers, masters)
     return copies
@@ -252,9 +240,7 @@ def forward_of(model: nn.Module) -> HalfForward | None:
 
 
 @contextmanager
-def computing(
-    model: nn.Module,
-) -> Iterator[None]:
+def computing(model: nn.Module) -> Iterator[None]:
     """Make parts and methods of `model` compute as in its forward pass, in this block.
 
     `with computing(model): z = model.encode(x)`. Its copies are made once for the whole block, in
@@ -264,8 +250,8 @@ def computing(
     if forward is None or forward.copies is None:
         yield
         return
-    autocast, on_cpu = forward._modes()
-    with Passes(forward.copies), Passes(forward.copies):
+    lock, autocast, on_cpu = forward._modes()
+    with lock, Passes(forward.copies), Passes(forward.copies):
         forward.copies.__enter__()
         with autocast, on_cpu:
             yield

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -65,7 +65,6 @@ _IN_FLOAT_ON_CUDA = frozenset(
     pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
     softplus sum tan triplet_margin_loss""".split()
 )
-_LOOKUPS = frozenset("embedding embedding_bag __getitem__".split())
 
 # %% ../../nbs/engine/01_in_float32.ipynb #f32mode1
 class InFloat32(TorchFunctionMode):
@@ -87,22 +86,16 @@ class InFloat32(TorchFunctionMode):
         self.dtype, is_fp16 = dtype, dtype == torch.float16
         self.in_float = _IN_FLOAT | _IN_FLOAT_ON_CUDA if is_fp16 else _IN_FLOAT
         self.products = _RECURRENT | PRODUCTS if products else _RECURRENT
-        self.names = self.products | self.in_float | _LOOKUPS
+        self.names = self.products | self.in_float | {"__getitem__"}
         self.widens = products or is_fp16 or not private.bf16_units()[0]  # recurrent layers
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         """Call `func`, in float32 if the mode covers it."""
         name, inputs = getattr(func, "__name__", ""), (args, kwargs or {})
-        # `out=` and products in an exported program stay native
-        if (
-            name not in self.names
-            or inputs[1].get("out") is not None
-            or (name in PRODUCTS and is_exporting())
-            or _is_checkpointed()
-        ):
+        if name not in self.names or inputs[1].get("out") is not None or _is_checkpointed():
             return func(*inputs[0], **inputs[1])
         is_autocast = torch.is_autocast_enabled("cpu")
-        if name in _LOOKUPS and self._is_lookup(inputs):
+        if name == "__getitem__" and _reads_copy(inputs):
             return cast_floats(_call(func, to_float(inputs)), self.dtype)
         if is_autocast and name in self.in_float:
             return _call(func, to_float(inputs))
@@ -114,16 +107,12 @@ class InFloat32(TorchFunctionMode):
             return cast_floats(_call(func, to_float(inputs)), self.dtype)
         return func(*inputs[0], **inputs[1])  # PyTorch may raise
 
-    def _is_lookup(self, inputs):
-        "Return whether the copy of a trained weight is read by integers; a sum in 16 bits stops."
-        if is_compiling() or not torch.is_grad_enabled():  # compiled code cannot tell a copy
-            return False
-        args, kwargs = inputs
-        if kwargs.get("max_norm", (*args, *[None] * 4)[3]):  # written into the copy itself
-            return False
-        found = tensors_in(inputs)
-        is_read = any(t.dtype in (torch.int32, torch.int64) for t in found)
-        return is_read and any(type(t.grad_fn).__name__ == "RoundBackward" for t in found)
+
+def _reads_copy(inputs):
+    "Return whether rows of the copy of a trained weight are read; a sum in 16 bits stops."
+    if is_compiling():  # which cannot tell a copy
+        return False
+    return any(type(t.grad_fn).__name__ == "RoundBackward" for t in tensors_in(inputs))
 
 
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}

@@ -9,7 +9,7 @@ __all__ = ['check_model', 'warn_if_rounded', 'BufferSnapshot', 'Masters', 'maste
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
@@ -27,10 +27,7 @@ from ..sharded import check_shards, has_shards
 from ..torch_private import NORMS, unwrapped
 
 # %% ../../nbs/engine/06_masters.ipynb #85270080
-def check_model(
-    model: nn.Module,
-    policy: Policy,
-) -> None:
+def check_model(model: nn.Module, policy: Policy) -> None:
     "Reject a `model` that cannot have masters. Raises: TypeError, ValueError, MixedPrecisionError."
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}: expected the nn.Module to train")
@@ -45,15 +42,10 @@ def check_model(
             "call that Learner's to_fp32(), or opt.masters.restore(), and try again"
         )
     for name, t in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(t):
+        if is_lazy(t) or t.is_meta:
             raise MixedPrecisionError(
-                f"the shape of `{name}` is not known yet: run a batch through the model first"
-            )
-    for name, p in model.named_parameters():
-        if p.is_meta:
-            raise MixedPrecisionError(
-                f"`{name}` is on the meta device and has no weights yet: call "
-                "model.to_empty(device='cpu') and initialize it first"
+                f"`{name}` has no values yet: run a batch through the model first, or, on the meta "
+                "device, call model.to_empty(device='cpu') and initialize it"
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
@@ -64,18 +56,14 @@ def check_model(
         check_shards(model, policy)
 
 # %% ../../nbs/engine/06_masters.ipynb #f11e0005
-def warn_if_rounded(
-    weights: Mapping[str, Tensor],  # by name; float32 ones will start from these
-) -> None:
-    "Warn once if `weights` are in 16 bits: training starts from rounded values."
-    half = {k: w for k, w in weights.items() if w.dtype in (torch.float16, torch.bfloat16)}
+def warn_if_rounded(model: nn.Module) -> None:
+    "Warn once if trained weights are in 16 bits: training starts from rounded values."
+    trained = {k: p.dtype for k, p in model.named_parameters() if p.requires_grad}
+    half = [k for k, dtype in trained.items() if dtype in (torch.float16, torch.bfloat16)]
     if half:
-        first, n = next(iter(half)), sum(w.numel() for w in half.values())
-        more = f" and {len(half) - 1} more are" if len(half) > 1 else " is"
         warn_once(
-            f"`{first}`{more} already in {half[first].dtype}: training starts from rounded values, "
-            f"without the low bits of the float32 weights ({n:,} numbers). Load the float32 model "
-            "to keep them"
+            f"{len(half)} weights such as `{half[0]}` are already in {trained[half[0]]}: training "
+            "starts from rounded values. Load the float32 model to keep their low bits"
         )
 
 # %% ../../nbs/engine/06_masters.ipynb #de4639b8
@@ -198,7 +186,7 @@ class Masters:
         self.copies = install_forward(model, policy, layers, self)
         try:
             self.snapshot = BufferSnapshot(model)
-            warn_if_rounded({k: p for k, p in model.named_parameters() if p.requires_grad})
+            warn_if_rounded(model)
             self.widen_trained()
         except BaseException:  # out of memory
             remove_forward(model)

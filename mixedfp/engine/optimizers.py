@@ -26,18 +26,14 @@ def core_of(
     return opt
 
 
-def param_lists(
-    core: Any,
-) -> list[list[Any]]:
+def param_lists(core: Any) -> list[list[Any]]:
     "Return the parameters of each group."
     if isinstance(core, Optimizer):
         return [group["params"] for group in core.param_groups]
     return [list(ps) for ps in core.param_lists]
 
 
-def grads_of(
-    core: Any,
-) -> list[Tensor]:
+def grads_of(core: Any) -> list[Tensor]:
     "Return all gradients that a step of `core` reads."
     grads = (p.grad for ps in param_lists(core) for p in ps)
     return [g for g in grads if g is not None]
@@ -51,9 +47,7 @@ _FASTAI = frozenset(
 )
 
 
-def is_elementwise(
-    core: Any,
-) -> bool:
+def is_elementwise(core: Any) -> bool:
     "Return whether `core` can step chunk by chunk with bit-identical results."
     if type(core) in _TORCH:
         special = ("capturable", "differentiable")
@@ -64,9 +58,7 @@ def is_elementwise(
     return all(f.__module__ == "fastai.optimizer" and f.__name__ in _FASTAI for f in steppers)
 
 
-def is_fused(
-    core: Any,
-) -> bool:
+def is_fused(core: Any) -> bool:
     "Return whether one kernel steps all parameters of a group."
     return any(group.get("fused") for group in getattr(core, "param_groups", ()))
 
@@ -86,12 +78,11 @@ class Shadow:
         groups = self.core.param_groups if self.is_torch else self.core.hypers
         self.hypers = [dict(group) for group in groups]
 
-    def step(
-        self,
-        group: int,  # its hyper-parameters are used
-        states: Mapping[Any, dict],  # by the tensors to step in place; their `grad` is read
-    ) -> dict[Any, dict]:  # after the step
-        "Step tensors and return their new states."
+    def step(self, group: int, states: Mapping[Any, dict]) -> dict[Any, dict]:
+        """Step tensors in place with the settings of a group, and return their new states.
+
+        `states` are those before the step, by the tensor; the `grad` of each is read.
+        """
         twin, hypers, params = self.twin, self.hypers[group], list(states)
         twin.state = defaultdict(dict, states)
         if self.is_torch:

@@ -41,69 +41,70 @@ def _writes(names):
 # %% ../../nbs/engine/01a_writes.ipynb #w0d00005
 def _is_near(f: Any, here: str) -> bool:
     "Return whether `f` is a function of the user's, or of the package of the module `here`."
-    there = getattr(f, "__module__", None) or ""
-    file, top = getattr(sys.modules.get(there), "__file__", None) or "", there.partition(".")[0]
-    is_of_others = "site-packages" in file or top in sys.stdlib_module_names
-    return inspect.isfunction(f) and (top == here.partition(".")[0] or not is_of_others)
+    if not inspect.isfunction(f):
+        return False
+    file = getattr(sys.modules.get(f.__module__), "__file__", None) or ""
+    is_of_others = "site-packages" in file or _top(f.__module__) in sys.stdlib_module_names
+    return _top(f.__module__) == _top(here) or not is_of_others
 
 
 @functools.cache
-def _names_in(function: Any) -> frozenset[str]:
-    "Return the names that a function uses, together with the functions near it that it calls."
-    first = inspect.unwrap(function)
-    found, todo, seen = set(), [(first.__code__, first.__globals__)], set()
-    while todo:
-        code, around = todo.pop()
-        if code in seen:
-            continue
-        seen.add(code)
-        found.update(code.co_names)
-        steps = dis.get_instructions(code)
-        found.update(f"{step.argval} =" for step in steps if step.opname == "STORE_ATTR")
-        todo += [(c, around) for c in code.co_consts if isinstance(c, CodeType)]
-        others = [around.get(name) for name in code.co_names]
-        modules = [o for o in others if inspect.ismodule(o) and o.__name__ != "torch"]
-        others += [vars(m).get(name) for m in modules for name in code.co_names]
-        near = [o for o in others if _is_near(o, around.get("__name__", ""))]
-        todo += [(f.__code__, f.__globals__) for f in map(inspect.unwrap, near)]
-    return frozenset(found)
-
-
-@functools.cache
-def _names_of(cls: type, is_forward: bool) -> frozenset[str]:
-    "Return the names that a user's class uses: in its forward pass, or in all but `__init__`."
-    methods: dict[str, Any] = {}
+def _methods_of(cls: type) -> dict[str, Any]:
+    "Return the methods of a user's class, but for those that initialize."
+    found: dict[str, Any] = {}
     for kind in inspect.getmro(cls):
-        if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+        if _top(kind.__module__) in ("torch", "builtins"):
             break
-        methods = {**vars(kind), **methods}
-    found, todo, seen = set(), ["forward"] if is_forward else list(methods), set()
+        for name, f in vars(kind).items():
+            f = getattr(f, "fget", None) or getattr(f, "__func__", f)
+            if inspect.isfunction(f) and "init" not in name and name != "reset_parameters":
+                found.setdefault(name, f)
+    return found
+
+
+@functools.cache
+def _names_in(functions: tuple, cls: type = object) -> frozenset[str]:
+    "Return the names that functions use, with the methods of `cls` and functions near they call."
+    methods, found, todo, seen = _methods_of(cls), set(), [*functions], set()
     while todo:
-        if (name := todo.pop()) in methods and name not in seen:
-            seen.add(name)
-            if "init" not in name and name != "reset_parameters":
-                f: Any = methods[name]
-                f = getattr(f, "fget", None) or getattr(f, "__func__", f)
-                names = _names_in(f) if inspect.isfunction(f) else ()
-                found.update(names)
-                todo += names
+        if (f := inspect.unwrap(todo.pop())) in seen:
+            continue
+        seen.add(f)
+        codes, names, around = [f.__code__], set(), f.__globals__
+        for code in codes:
+            codes += [c for c in code.co_consts if isinstance(c, CodeType)]
+            names.update(code.co_names)
+            steps = dis.get_instructions(code)
+            found.update(f"{step.argval} =" for step in steps if step.opname == "STORE_ATTR")
+        others = [around.get(name) for name in names]
+        modules = [o for o in others if inspect.ismodule(o) and o.__name__ != "torch"]
+        others += [vars(m).get(name) for m in modules for name in names]
+        todo += [o for o in others if _is_near(o, around.get("__name__", ""))]
+        todo += [methods[name] for name in names if name in methods]
+        found |= names
     return frozenset(found)
 
 
-def _names_held(module):
-    "Return the names that functions of an instance use: its hooks and attributes."
-    hooks = [getattr(h, "func", h) for h in module._forward_pre_hooks.values()]
-    hooks = [h if inspect.isroutine(h) else type(h).__call__ for h in hooks]
-    held = [f for f in vars(module).values() if inspect.isroutine(getattr(f, "func", f))]
-    found: set[str] = set()
-    for f in [*hooks, *held]:
-        f = getattr(f, "func", f)
-        f = getattr(f, "__func__", f)
-        is_of_torch = (getattr(f, "__module__", None) or "").partition(".")[0] == "torch"
-        is_known = inspect.isfunction(f) and not is_of_torch
-        # "linalg" of "linalg_inv"
-        found.update(_names_in(f) if is_known else [f.__name__, f.__name__.partition("_")[0]])
-    return found
+def _names_of(module, is_forward):
+    "Return the names that a user's module uses: in its forward pass, or in all but `__init__`."
+    cls = type(module)
+    own = [f for k, f in _methods_of(cls).items() if k == "forward" or not is_forward]
+    hooks = map(_of_partial, module._forward_pre_hooks.values())
+    held = [h if inspect.isroutine(h) else type(h).__call__ for h in hooks]
+    held += filter(inspect.isroutine, map(_of_partial, vars(module).values()))
+    known = [f for f in held if inspect.isfunction(f) and _top(f.__module__) != "torch"]
+    # "linalg" of "linalg_inv"
+    names = {name for f in held for name in (f.__name__, f.__name__.partition("_")[0])}
+    return names.union(_names_in(tuple(own), cls), *(_names_in((f,)) for f in known))
+
+
+def _top(module):
+    return (module or "").partition(".")[0]
+
+
+def _of_partial(f):
+    f = getattr(f, "func", f)
+    return getattr(f, "__func__", f)  # of a bound method
 
 
 def uses(
@@ -111,7 +112,7 @@ def uses(
     names: Collection[str],  # of functions
 ) -> bool:
     "Return whether the forward pass of a user's `module` uses one of `names`."
-    return not (_names_of(type(module), True) | _names_held(module)).isdisjoint(names)
+    return not _names_of(module, True).isdisjoint(names)
 
 # %% ../../nbs/engine/01a_writes.ipynb #w0d00007
 def reads_float32(module: nn.Module) -> bool:
@@ -125,14 +126,14 @@ def reads_float32(module: nn.Module) -> bool:
         type(h).__module__.startswith("torch.nn.utils") for h in hooks
     ):  # these compute a weight from float32 originals
         return True
-    used = _names_of(type(module), False) | _names_held(module)
+    used = _names_of(module, False)
     is_set = any(f"{name} =" in used for name in module._parameters)
     return is_set or _writes(used) or not used.isdisjoint(_WIDE)
 
 
 def writes_parts(module: nn.Module) -> bool:
     "Return whether the forward pass of `module` may write the weights of its parts."
-    used = _names_of(type(module), True) | _names_held(module)
+    used = _names_of(module, True)
     if not _writes(used):
         return False
     own = {k for m in module.children() for part in m.modules() for k in part._parameters}

@@ -1,14 +1,13 @@
 """A GPU for tests where there is none: PyTorch's CUDA code runs, the CPU computes the numbers.
 
 `runtime.c` stands in for CUDA's runtime and driver. PyTorch's own host code runs over it as on a
-GPU: its allocator, streams, pinned memory, autograd's device threads, its choice of kernels. A
-kernel does nothing but be counted, and `device.Numbers` has the CPU compute over the same memory
-what it would have. `plugin` gives a whole run of pytest this device; `make test-cuda` uses it.
+GPU: its allocator, streams, autograd's device threads, its choice of kernels. A kernel does nothing
+but be counted, and `device.Numbers` has the CPU compute over the same memory what it would have.
+`plugin` gives a whole run of pytest this device; `make test-cuda` uses it.
 
-It shows: waits of the host, copies from memory that is not pinned, tensors on two devices where one
-is needed, memory that is read before anybody wrote it, launches a step.
-It cannot show: time, CUDA's own rounding, what cuBLAS and cuDNN do, races between streams, graphs,
-several processes.
+It shows: waits of the host, tensors on two devices where one is needed, memory that is read before
+anybody wrote it, launches and bytes of a step.
+It cannot show: time, CUDA's own rounding, what cuBLAS and cuDNN do, races, several processes.
 """
 
 import os
