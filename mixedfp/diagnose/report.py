@@ -408,12 +408,7 @@ class PrecisionReport:
         self.causes = [*(k for k in self.verdicts if k not in backward), *reversed(backward)]
         in_32, in_16 = map(math.isfinite, losses)
         self.is_fine = not self.verdicts and in_16 >= in_32
-        self.fix: Settings | None = None  # settings that work
-
-    @property
-    def line(self) -> str:
-        "The line to paste; empty if no setting helped."
-        return "" if self.fix is None else self.fix.line(self.settings)
+        self.line = ""  # to paste; empty if no setting helped
 
     def proposal(self) -> Settings | None:
         "Return settings derived from the verdicts; None if this format cannot help."
@@ -469,7 +464,7 @@ class PrecisionReport:
         kept = {m.name: m.grads.values() if is_grad else [m.out] for m in self.modules}
         rows = {k: sum(n.counts for n in ns) for k, ns in kept.items() if any(n.n for n in ns)}
         ends = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
-        ax = ax or plt.subplots(figsize=(7, 2.2 + 0.19 * ends[2]), layout="constrained")[1]
+        ax = ax or plt.subplots(figsize=(7, 1.7 + 0.19 * len(rows)), layout="constrained")[1]
         shares = torch.stack([n / n.sum() for n in rows.values()])
         ax.imshow(shares.numpy(), aspect="auto", norm="log", vmin=1e-5, vmax=1, extent=ends)
         limits = f.smallest_normal * f.eps, f.smallest_normal, f.max
@@ -531,7 +526,8 @@ def precision_report(
         return _Twins(model, training, settings).report(batches, loss_func)
 
     report = examine(settings)
-    report.fix = find_fix(report, examine)
+    fix = find_fix(report, examine)
+    report.line = "" if fix is None else fix.line(settings)
     return report
 
 
