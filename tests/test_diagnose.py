@@ -121,3 +121,17 @@ def test_the_work_is_linear_in_the_number_of_parameters(look):
     calls(look, 1)  # fills caches
     few, many = calls(look, 15), calls(look, 60)
     assert few < many < 4.2 * few
+
+
+@pytest.mark.parametrize("look", [LOOKS["report"], LOOKS["overflow"]], ids=["report", "overflow"])
+def test_a_watched_pass_reads_the_same_copies_as_in_training(look):
+    """The engine gives none to a module with a hook whose code may write weights."""
+    dtypes = set()
+
+    class Norm(nn.LayerNorm):
+        def forward(self, x):
+            dtypes.add(self.weight.dtype)
+            return super().forward(x)
+
+    look(nn.Sequential(Norm(4), nn.Linear(4, 2)), None, cross_entropy)
+    assert torch.float16 in dtypes

@@ -1,10 +1,11 @@
-"""Bytes a parameter: a model of 20 M parameters takes what the tables name, and 8 MiB at most.
+"""Training takes the bytes per parameter that the tables name, and that `memory_of` works out.
 
-Live tensors are counted, not resident pages, from before the model is made to the end of the second
-step. The 8 MiB are scratch memory: as much for every size of model, because chunks are of one size.
+Live tensors are counted, not resident pages. A step's scratch memory is 8 MiB at most, for every
+size of model, because chunks are of one size.
 """
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mixedfp.callback  # noqa: F401, puts `to_bf16` on Learners
+from mixedfp.diagnose.memory import MODES, main, memory_of, on_meta
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 
@@ -80,7 +82,7 @@ def nothing_left():
 
 
 @EACH_MODE
-def test_a_loop_takes_the_bytes_a_parameter_that_the_table_names(mode):
+def test_a_loop_takes_the_bytes_per_parameter_that_the_table_names(mode):
     """The copies go as the gradients come, and are not there in the step."""
     settings, n_bytes, _ = BYTES[mode]
     scaler = LossScaler(enabled=settings["dtype"] == "fp16")
@@ -98,7 +100,7 @@ def test_a_loop_takes_the_bytes_a_parameter_that_the_table_names(mode):
 
 
 @EACH_MODE
-def test_a_fit_takes_the_bytes_a_parameter_that_the_table_names(mode):
+def test_a_fit_takes_the_bytes_per_parameter_that_the_table_names(mode):
     """fastai keeps zeroed gradients in the next pass, beside the copies."""
     settings, n_bytes, n_copies = dict(BYTES[mode][0]), *BYTES[mode][1:]
     to = f"to_{settings.pop('dtype')}"
@@ -109,3 +111,107 @@ def test_a_fit_takes_the_bytes_a_parameter_that_the_table_names(mode):
         with learn.no_bar(), learn.no_logging():
             learn.fit(1)
     assert_is_documented(peak, n_bytes + n_copies)
+
+
+# `memory_of` and the command
+
+
+SETTINGS = {
+    "to_bf16": BF16,
+    "and 16-bit gradients": BF16 | HALF,
+    "and 16-bit states": BF16 | HALF | NARROW,
+}
+
+
+class Blocks(nn.Module):
+    """Attention and linear layers: 4 M parameters, of which the embedding has no copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(2000, 256)
+        layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 2000, bias=False)
+
+    def forward(self, x):
+        return self.head(self.layers(self.words(x)))
+
+
+IDS = torch.zeros(2, 16, dtype=torch.long)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return memory_of(on_meta(Blocks), IDS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_takes_what_was_worked_out(table, mode, monkeypatch):
+    monkeypatch.setattr("mixedfp.engine.flat.CHUNK", 2**14)  # its scratch memory stays small
+    row = table.rows[mode]
+    with Peak() as peak:
+        model = Blocks()
+        opt = torch.optim.AdamW(model.parameters())
+        if mode in SETTINGS:
+            with_masters(model, opt, **SETTINGS[mode])
+        gc.collect()
+        held = peak.now
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            out = model(IDS)
+        loss = torch.log_softmax(out.float(), -1).mean()
+        active = peak.now - held
+        loss.backward()
+        del out, loss
+        opt.step()
+        gc.collect()
+    roles = "weights", "gradients", "states", "buffers"
+    assert peak.now == pytest.approx(sum(row[role] for role in roles), rel=0.03)
+    assert active == pytest.approx(row["activations"], rel=0.10)
+
+
+def test_seventy_billion_parameters_half_of_them_frozen_take_no_memory():
+    layers = [nn.Linear(2**16, 2**16, bias=False, device="meta") for _ in range(18)]
+    for layer in layers[:9]:
+        layer.requires_grad_(False)
+    model, batch = nn.Sequential(*layers), torch.empty(1, 2**16, device="meta")
+    found, row = memory_of(model, batch), memory_of(model, batch, "sgd").rows["to_bf16"]
+    assert found.n > 69e9 and found.n == 2 * found.n_trained
+    assert "GiB" in repr(found)
+    assert found.rows["float32"]["states"] == 8 * found.n_trained
+    assert row["weights"] == 4 * found.n
+    assert row["gradients"] == row["states"] == 4 * found.n_trained
+    with pytest.raises(ValueError, match="`optimizer` is 'magic': expected one of adamw"):
+        memory_of(model, batch, "magic")
+
+
+def test_the_command_knows_the_models_of_torchvision(capsys):
+    pytest.importorskip("torchvision")
+    main(["resnet18", "--batch", "4", "--size", "64"])
+    shown = capsys.readouterr().out
+    assert "to_bf16(flat_master=True)" in shown and "activations" in shown
+
+
+def test_the_command_takes_a_function(capsys, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    return nn.Linear(1024, 1024, bias=False), (torch.empty(8, 1024),)\n"
+    )
+    monkeypatch.chdir(tmp_path)  # a command finds the modules of its folder
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    main(["mine:make", "--optimizer", "sgd"])
+    assert "1,048,576 parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_model"], "'no_such_model': module 'torchvision.models' has no attribute"),
+        (["no_module:make"], "No module named 'no_module'"),
+        (["json:make"], "module 'json' has no attribute 'make'"),
+        (["resnet18", "--optimizer", "magic"], "invalid choice: 'magic'"),
+    ],
+)
+def test_the_command_names_what_is_wrong(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from test_report import Apply, TimesBackward
+from tiny import Callback, bits, make_learner
 from torch import nn
 from torch.nn import functional as F
 
 from mixedfp import find_overflow, precision_report
+from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
-
-torch.set_num_threads(1)
+from mixedfp.testing import assert_same
 
 
 def cancel(x):
@@ -89,19 +90,23 @@ def test_a_planted_fault_is_named_with_a_fix_that_works(slot, fault):
         assert is_fixed(model, found.fix)
 
 
-@pytest.mark.parametrize(
-    ("factor", "cause", "fix"),
-    [
-        (1e6, "input columns 5 (up to ", "to_bf16()"),
-        (torch.nan, "the batch is inf or nan already", ""),
-        (torch.inf, "the batch is inf or nan already", ""),
-    ],
-)
-def test_an_input(factor, cause, fix):
+BAD_LOSS = lambda pred, y: (pred["logits"] * 0).sum() / 0 * y.sum()  # noqa: E731
+OUTSIDE = {  # of the modules: a factor for a column, the loss function, the phase and the cause
+    "large": (1e6, loss_func, "input", "input columns 5 (up to "),
+    "nan": (torch.nan, loss_func, "input", "the batch is inf or nan already"),
+    "inf": (torch.inf, loss_func, "input", "the batch is inf or nan already"),
+    "loss": (1.0, BAD_LOSS, "loss", "0 / 0"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_input_or_the_loss(name):
+    factor, loss, phase, cause = OUTSIDE[name]
     x, y = batch()
     x[:, 5] *= factor
-    found = find_overflow(Net(), (x, y), loss_func)
-    assert found.phase == "input" and found.cause.startswith(cause) and found.fix == fix
+    found = find_overflow(Net(), (x, y), loss)
+    assert found.phase == phase and found.cause.startswith(cause)
+    assert found.fix == ("to_bf16()" if name == "large" else "")
 
 
 def test_a_negative_overflow_that_is_subtracted_is_named_and_not_the_nan():
@@ -115,12 +120,6 @@ def test_a_negative_overflow_that_is_subtracted_is_named_and_not_the_nan():
 
     found = find_overflow(nn.Sequential(Low(16, 2)), batch(), loss_func)
     assert (found.module, found.operation) == ("0", "add") and "beyond" in found.cause
-
-
-def test_the_loss():
-    bad = lambda pred, y: (pred["logits"] * 0).sum() / 0 * y.sum()  # noqa: E731
-    found = find_overflow(Net(), batch(), bad)
-    assert found.phase == "loss" and found.cause.startswith("0 / 0") and not found.fix
 
 
 class Two(nn.Module):
@@ -228,3 +227,74 @@ def test_a_constant_that_pytorch_refuses_is_found():
     found = find_overflow(nn.Sequential(nn.Linear(16, 8), masked), batch(), F.cross_entropy)
     assert found.module == "1" and "a constant beyond the range of torch.float16" in found.cause
     assert "masked_fill" in found.line and found.fix == "to_fp16(keep_fp32=['1'])"
+
+
+# `learn.find_overflow()`: no cost until a step is skipped; then the same batch again
+
+
+class Huge(nn.Linear):
+    """A layer whose numbers are too large inside, from batch `at` on, when it trains."""
+
+    n = 0
+
+    def forward(self, x):
+        self.n += self.training
+        x = F.dropout(super().forward(x), training=self.training)
+        return (x * 0 + 300).square() * 0 + x if self.n > self.at else x
+
+
+def with_huge(at=0, **kwargs):
+    learn = make_learner("adam")
+    torch.manual_seed(0)
+    learn.model.append(Huge(2, 2))
+    learn.model[-1].at = at
+    learn.splitter = lambda m: [list(m.parameters())]
+    return learn.to_fp16(**kwargs)
+
+
+class Spoil(Callback):
+    """Puts inf into a gradient of batch `at` (all: None); no pass reproduces that."""
+
+    def __init__(self, at=None):
+        self.at = at
+
+    def after_backward(self):
+        if self.at in (None, self.iter):
+            self.learn.model[0].weight.grad.fill_(float("inf"))
+
+
+def test_it_costs_nothing_until_a_step_is_skipped(monkeypatch):
+    calls = []
+    search = lambda *a, **k: calls.append(k["step"])  # noqa: E731
+    monkeypatch.setattr("mixedfp.diagnose.overflow.find_overflow", search)
+    learn = make_learner().to_fp16()
+    learn.fit(1, 0.01)
+    with pytest.raises(MixedPrecisionError, match="no step was skipped so far"):
+        learn.mp_cb.find_overflow()
+    learn.fit(1, 0.01, cbs=Spoil(2))
+    assert calls == []
+    learn.find_overflow()
+    assert calls == [6]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+def test_the_module_is_named_and_the_learner_stays_as_it_is(flat):
+    learn = with_huge(at=2, flat_master=flat)
+    learn.fit(1, 0.01)
+    before, random = bits(learn), torch.get_rng_state()
+    found = learn.find_overflow()
+    assert (found.phase, found.module, found.operation) == ("forward", "11", "pow")
+    assert found.step == 3 and found.fix == "to_fp16(keep_fp32=['11'])"
+    assert_same(bits(learn), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    fixed = with_huge(keep_fp32=["11"])
+    fixed.fit(1, 0.01)
+    assert fixed.mp_cb.n_skipped == 0
+    assert fixed.find_overflow(fixed.dls.one_batch()) is None
+
+
+def test_the_error_after_too_many_skips_names_the_module_or_says_that_nothing_is_reproduced():
+    with pytest.raises(MixedPrecisionError, match="(?s)in a row were skipped.*forward.*11 .Huge"):
+        with_huge(max_skips=3).fit(1, 0.01)
+    with pytest.raises(MixedPrecisionError, match="Not reproduced"):
+        make_learner().to_fp16(max_skips=2).fit(1, 0.01, cbs=Spoil())

@@ -192,16 +192,6 @@ def _user_line(frames):
             return f"{file}:{f.lineno}: {f.line}"
     return ""
 
-# %% ../../nbs/diagnose/02_overflow.ipynb #0f1a000f
-def _weight_beyond(model, name, settings):
-    "Describe a weight of the module that is not finite when it is rounded; empty if all are."
-    _, kept = kept_parts(model, settings.keep_fp32)
-    for key, p in model.get_submodule(name).named_parameters(name):
-        dtype = torch.float32 if p in kept else settings.dtype
-        if _is_bad(p.to(dtype), True):
-            return f"its weight `{key}`, up to {p.abs().max():.4g}, is inf or nan in {dtype}"
-    return ""
-
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a0011
 def find_overflow(
     model: nn.Module,  # in 16 bits, as trained, or in 32; a compiled one is run uncompiled
@@ -238,7 +228,12 @@ def find_overflow(
     elif phase == "forward" and columns:
         phase, cause = "input", f"input columns {', '.join(columns)} are beyond {limit:g}"
     elif phase == "forward":
-        cause = _weight_beyond(full, name, settings) or cause
+        _, kept = kept_parts(full, settings.keep_fp32)
+        for key, p in full.get_submodule(name).named_parameters(name):
+            held = torch.float32 if p in kept else settings.dtype
+            if _is_bad(p.to(held), True):
+                cause = f"its weight `{key}`, up to {p.abs().max():.4g}, is inf or nan in {held}"
+                break
     fix = None
     if examine(replace(settings, loss_scale=1.0, dtype=torch.float32, keep_fp32=())).is_fine:
         fix = report.find_fix(first, examine)

@@ -79,7 +79,8 @@ def squares(truth: Tensor, now: Tensor) -> Tensor:  # two float64 numbers on the
 def decibels(squares: Tensor) -> float:
     "Return the signal-to-noise ratio; nan without a signal, -inf if an error is inf or nan."
     signal, noise = squares
-    return (10 * torch.log10(signal / noise.nan_to_num(math.inf))).item() if signal else math.nan
+    ratio = signal / noise.nan_to_num(math.inf, math.inf)
+    return 10 * torch.log10(ratio).item() if signal else math.nan
 
 # %% ../../nbs/diagnose/01_report.ipynb #eda3bd34
 @contextmanager
@@ -91,10 +92,14 @@ def watch_calls(
     "Inside this block, call `before` and `after` around each call of a module."
     with ExitStack() as hooks:
         for name, m in model.named_modules():
-            enter, leave = partial(before, name), partial(after, name)
+            enter, leave = partial(_call, before, name), partial(after, name)
             hooks.enter_context(m.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             hooks.enter_context(m.register_forward_hook(leave))
         yield
+
+
+def _call(f, *args):  # a hook whose own code may write weights would keep them in float32
+    return f(*args)
 
 
 def floats(o: Any) -> list[Tensor]:
@@ -105,76 +110,62 @@ def floats(o: Any) -> list[Tensor]:
 INPUTS = "(inputs)"  # the row of the batch
 
 
-class _Event:
-    "The inputs or outputs of one call of a module."
+class _Seen:
+    "A tensor that went into a module or came out of it."
 
-    def __init__(self, name, maker):
-        self.name, self.maker = name, maker  # the module that made `own`; for inputs, its caller
-        self.tensors, self.own = [], []  # copies; the indices of those `maker` made itself
-        self.grads = {}  # of the inputs, by position
+    def __init__(self, name, maker, value, is_own):
+        self.name, self.maker = name, maker  # the module; for an input, its caller
+        self.value, self.is_own = value, is_own  # a copy; whether `maker` made it itself
+        self.grad = None  # of an input
 
-    def is_same_call(self, other):
+    def is_like(self, other):
         "Return whether both are from the same call; a 16-bit model may take a different path."
-        shapes, others = ([t.shape for t in e.tensors] for e in (self, other))
-        return self.name == other.name and shapes == others
+        call, others = ((o.name, o.maker, o.value.shape) for o in (self, other))
+        return call == others
 
 
 class _Recorder:
-    "Records a pass as events; modules receive the tensors of `truth`, if that pass is given."
+    "Records a pass; modules receive the tensors of `truth`, if that pass is given."
 
     def __init__(self, truth=()):
-        self.events, self.truth, self.running = [], iter(truth), [INPUTS]
+        self.seen, self.truth, self.running = [], iter(truth), [INPUTS]
         self.made = {}  # by address: the version that a module returned
         self.copies = {}  # by identity and version: the tensor, kept alive, and its copy
 
     def before(self, name, _, args, kwargs):
         self.running.append(name)
-        return self._record(_Event(name, self.running[-2]), (args, kwargs))
+        return map_tensors(partial(self._see, name, self.running[-2], False), (args, kwargs))
 
     def after(self, name, module, args, out):
         self.running.pop()
-        is_leaf = next(module.children(), None) is None
-        return self._record(_Event(name, name), out, is_leaf)
+        is_leaf = next(module.children(), None) is None  # all outputs of a leaf are its own
+        return map_tensors(partial(self._see, name, name, is_leaf), out)
 
-    def _record(self, event, o, is_leaf=False):
-        self.events.append(event)
-        for k, t in enumerate(floats(o)):
-            place, key = t.untyped_storage().data_ptr(), (id(t), t._version)
-            if is_leaf or self.made.get(place) != t._version:  # all outputs of a leaf are its own
-                event.own.append(k)
-                self.made[place] = t._version
-            if key not in self.copies:
-                self.copies[key] = t, t.detach().as_subclass(Tensor).clone()
-            event.tensors.append(self.copies[key][1])
-            if t.requires_grad and event.name != event.maker:
-                t.register_hook(partial(event.grads.__setitem__, k))
-        truth = next(self.truth, None)
-        if truth is None or not event.is_same_call(truth):
-            return None
-        values = iter(truth.tensors)
-
-        def swap(t):
-            if not floats(t):
-                return t
-            new = next(values).to(t.dtype, copy=True)  # a module may write to it
-            vars(new).update(vars(t))  # fastai's `SequentialEx` attaches its input to tensors
-            return new
-
-        return map_tensors(swap, o)
+    def _see(self, name, maker, is_leaf, t):
+        if not floats(t):
+            return t
+        place, key = t.untyped_storage().data_ptr(), (id(t), t._version)
+        is_own = is_leaf or self.made.get(place) != t._version
+        self.made[place] = t._version
+        if key not in self.copies:
+            self.copies[key] = t, t.detach().as_subclass(Tensor).clone()
+        seen, truth = _Seen(name, maker, self.copies[key][1], is_own), next(self.truth, None)
+        self.seen.append(seen)
+        if t.requires_grad and name != maker:
+            t.register_hook(partial(setattr, seen, "grad"))
+        if truth is None or not truth.is_like(seen):
+            return t
+        new = truth.value.to(t.dtype, copy=True)  # a module may write to it
+        vars(new).update(vars(t))  # fastai's `SequentialEx` attaches its input to tensors
+        return new
 
 # %% ../../nbs/diagnose/01_report.ipynb #2bf804ee
 def float_copy(model: nn.Module) -> nn.Module:
     "Return a plain copy of `model`, compiled or not, in float32 and without gradients."
-    memo = {}
-
-    def look(t):
-        if t.grad_fn is not None:  # a non-leaf, as in fastai's `WeightDropout`
-            memo[id(t)] = t.detach().clone()
-        return t
-
     model = unwrapped(model)
-    for m in model.modules():
-        map_tensors(look, [list(vars(m).values()), m._parameters, m._buffers])
+    held = (t for m in model.modules() for t in tensors_in(list(vars(m).values())))
+    # a non-leaf, as in fastai's `WeightDropout`, has no `deepcopy`
+    memo = {id(t): t.detach().clone() for t in held if t.grad_fn is not None}
     twin = model2half(copy.deepcopy(model, memo), torch.float32)
     twin.zero_grad()
     if hasattr(twin, "reset"):  # in fastai models: clears the state of the last batch
@@ -217,10 +208,11 @@ def split_batch(
             "loss_func=lambda out: out.loss"
         )
     *x, y = batch
+    x = x[0] if len(x) == 1 else tuple(x)
     targets = tuple(y) if type(y) in (tuple, list) else (y,)
-    if len(x) == 1 and isinstance(x[0], Mapping):
-        return (), dict(x[0]), targets
-    return tuple(x[0] if len(x) == 1 and type(x[0]) in (tuple, list) else x), {}, targets
+    if isinstance(x, Mapping):
+        return (), dict(x), targets
+    return tuple(x) if type(x) in (tuple, list) else (x,), {}, targets
 
 
 class _Twins:
@@ -248,7 +240,7 @@ class _Twins:
                 alone, _ = self._run(half, batch, None, truth)  # each module in isolation
                 losses.append((in_32, in_16))
                 for true, total, own in zip(truth, noisy, alone, strict=False):
-                    if total.is_same_call(true) and own.is_same_call(true):
+                    if total.is_like(true) and own.is_like(true):
                         self._compare(true, total, own)
                 params = self.full.named_parameters(), half.parameters()
                 for (key, p), q in zip(*params, strict=True):
@@ -263,31 +255,36 @@ class _Twins:
         return PrecisionReport(list(self.used.values()), self.settings, means)
 
     def _run(self, model, batch, loss_func, truth=()):
-        "Run a forward pass, and with a loss a backward pass; return the events and the loss."
+        "Run a forward pass, and with a loss a backward pass; return its record and the loss."
         (args, kwargs, targets), recorder = split_batch(batch), _Recorder(truth)
         with same_random_state(next(model.parameters()).device):
             with watch_calls(model, recorder.before, recorder.after):
                 out = model(*args, **kwargs)
             if loss_func is None:
-                return recorder.events, None
+                return recorder.seen, None
             model.zero_grad()
             loss = loss_func(out, *targets)
             (loss * (1.0 if model is self.full else self.settings.loss_scale)).backward()
-        return recorder.events, loss.item()
+        return recorder.seen, loss.item()
 
     def _compare(self, true, total, own):
-        "Compare the inputs or outputs of a module."
+        "Compare an input or output of a module."
         row, maker, dtype = self.rows[true.name], self.rows[true.maker], self.settings.dtype
-        for k, t in enumerate(true.tensors):
-            held = own.tensors[k].dtype
-            is_beyond = t.to(dtype if maker.name == INPUTS else held).isinf() & (t.abs() < _LIMIT)
-            row.is_fed_inf |= row is not maker and bool(is_beyond.any())
-            if k in true.own:
-                self.used[maker.name] = maker
-                maker.out.dtype = dtype if maker.name in ("", INPUTS) else held
-                maker.add_output(t, total.tensors[k], own.tensors[k], is_beyond)
-        for k, g in true.grads.items():
-            row.add_grad("inputs", own.tensors[k].dtype, g, total.grads.get(k))
+        t, held = true.value, own.value.dtype
+        is_beyond = t.to(dtype if maker.name == INPUTS else held).isinf() & (t.abs() < _LIMIT)
+        row.is_fed_inf |= row is not maker and bool(is_beyond.any())
+        if true.is_own:
+            self.used[maker.name] = maker
+            maker.out.dtype = dtype if maker.name in ("", INPUTS) else held
+            maker.out.add(t)
+            maker.overflows |= bool(is_beyond.any())
+            maker.squares["total"] += squares(t, total.value)
+            maker.squares["own"] += squares(t, own.value)
+            maker.squares["inherited"] += squares(own.value, total.value)
+            if maker.name == INPUTS and t.ndim == 2:
+                maker.columns |= set(is_beyond.any(0).nonzero().flatten().tolist())
+        if true.grad is not None:
+            row.add_grad("inputs", held, true.grad, total.grad)
 
     def _owner(self, key):
         "Return the row of a parameter; some weights are used by an enclosing module."
@@ -311,15 +308,6 @@ class ModuleNumbers:
         self.grads: dict[tuple, Numbers] = {}  # by kind (inputs, weights) and dtype
         self.overflows = self.is_fed_inf = False
         self.columns: Any = set()  # columns of the batch that are out of range
-
-    def add_output(self, t, total, own, is_beyond):
-        "Add a true output, and those of the two 16-bit passes."
-        self.out.add(t)
-        self.overflows |= bool(is_beyond.any())
-        for kind, pair in dict(total=(t, total), own=(t, own), inherited=(own, total)).items():
-            self.squares[kind] += squares(*pair)
-        if self.name == INPUTS and t.ndim == 2:
-            self.columns |= set(is_beyond.any(0).nonzero().flatten().tolist())
 
     def add_grad(self, kind, dtype, g, scaled):
         "Add true gradients of inputs or weights, and those of the 16-bit pass, in `dtype`."
@@ -420,12 +408,7 @@ class PrecisionReport:
         self.causes = [*(k for k in self.verdicts if k not in backward), *reversed(backward)]
         in_32, in_16 = map(math.isfinite, losses)
         self.is_fine = not self.verdicts and in_16 >= in_32
-        self.fix: Settings | None = None  # settings that work
-
-    @property
-    def line(self) -> str:
-        "The line to paste; empty if no setting helped."
-        return "" if self.fix is None else self.fix.line(self.settings)
+        self.line = ""  # to paste; empty if no setting helped
 
     def proposal(self) -> Settings | None:
         "Return settings derived from the verdicts; None if this format cannot help."
@@ -481,7 +464,7 @@ class PrecisionReport:
         kept = {m.name: m.grads.values() if is_grad else [m.out] for m in self.modules}
         rows = {k: sum(n.counts for n in ns) for k, ns in kept.items() if any(n.n for n in ns)}
         ends = 1 - _BIAS, _MASK - _BIAS, len(rows) - 0.5, -0.5
-        ax = ax or plt.subplots(figsize=(7, 2.2 + 0.19 * ends[2]), layout="constrained")[1]
+        ax = ax or plt.subplots(figsize=(7, 1.7 + 0.19 * len(rows)), layout="constrained")[1]
         shares = torch.stack([n / n.sum() for n in rows.values()])
         ax.imshow(shares.numpy(), aspect="auto", norm="log", vmin=1e-5, vmax=1, extent=ends)
         limits = f.smallest_normal * f.eps, f.smallest_normal, f.max
@@ -543,7 +526,8 @@ def precision_report(
         return _Twins(model, training, settings).report(batches, loss_func)
 
     report = examine(settings)
-    report.fix = find_fix(report, examine)
+    fix = find_fix(report, examine)
+    report.line = "" if fix is None else fix.line(settings)
     return report
 
 
