@@ -67,8 +67,8 @@ def with_masters(
     the masters. With `dtype=torch.float32` no result changes. `opt.masters` has `restore()`, which
     ends mixed precision, `skipped`, which lists skipped steps, and `float_model()`.
     `state_dtype={"exp_avg": torch.bfloat16}` rounds a state after each step; files contain float32.
-    With `half_grads`, clipping gets scaled 16-bit gradients, and a step takes the gradients of one
-    backward pass.
+    With `half_grads`, gradients of several backward passes add up in 16 bits. A scaler's `unscale_`
+    makes them float32, in the memory that was saved.
     Raises: TypeError, ValueError, MixedPrecisionError; in that case nothing is changed.
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740
     """

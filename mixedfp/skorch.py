@@ -66,14 +66,14 @@ class MixedBatch(TorchFunctionMode):
 class ScaledStep(MasterStep):
     "A step with true gradients, or a skip, after which the loss scale is updated."
 
-    def _step(self, *closure):
+    def _step(self):
         scaler = self.guard
         if not scaler.n_scaled and scaler.known_of(self.core).scale == 1:
             warn_once(
                 "the gradients come from an unscaled loss, so float16 may have flushed them "
                 "to 0: call loss.backward(), or backward on net.grad_scaler_.scale(loss)"
             )
-        done = super()._step(*closure)
+        done = super()._step()
         scaler.update()
         return done
 
@@ -143,7 +143,7 @@ class _Components:
             masters, scaler = Masters(model, policy), self.grad_scaler_
             for opt in optimizers:
                 if scaler.is_enabled():
-                    ScaledStep(opt, masters, scaler, scaler)
+                    ScaledStep(opt, masters, scaler)
                 else:
                     MasterStep(opt, masters)
 

@@ -7,22 +7,24 @@ __all__ = ['guard_of', 'MasterStep', 'MixedTraining']
 
 # %% ../nbs/08_step.ipynb #b39ae6ea
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import torch_private as private
-from .cast import Policy
+from .cast import Policy, is_castable
 from .engine.flat import ChunkLoop, as_own_storage, lay_out
 from .engine.masters import Masters
 from .engine.optimizers import core_of, grads_of, is_elementwise, is_fused, param_lists
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import warn_once
-from .scaler import Flag, LossScaler, Verdict
+from .scaler import Late, LossScaler, attributes
 from .sharded import check_settings, has_shards, sharded_modules
 
 # %% ../nbs/08_step.ipynb #190bbcfc
@@ -49,36 +51,29 @@ class MasterStep:
         self,
         opt: Any,  # a torch.optim or fastai optimizer over parameters of the model
         masters: Masters,  # of the model
-        scaler: LossScaler | None = None,  # saved with it
-        guard: LossScaler | None = None,  # decides on each step; default: `guard_of`
+        guard: LossScaler | None = None,  # decides on each step, saved with it; or `guard_of`
     ):
         self.opt, self.core, self.masters = opt, core_of(opt), masters
-        policy = masters.policy
-        self.is_half = policy.dtype.itemsize == 2
-        self.is_removed = False
-        self.scaler = scaler if scaler is not None and scaler.state_dict() else None
+        self.guard = guard_of(masters.policy) if guard is None else guard
+        self.decided_by = self.guard  # which a scaler that steps the optimizer replaces
+        self.is_removed, self.hook = False, None
         self.before: dict[str, Any] = {}  # the replaced attributes
-        self.loop = self._make_loop(policy)
-        if self.loop is not None:
-            self._install(joined_grads=self.loop.grads)
+        self.loop = self._make_loop(masters.policy)
         self.raw = {k: getattr(self.core, k) for k in ("step", "state_dict", "load_state_dict")}
         # a fused kernel skips by itself, so the host need not read what was found
         takes_flag = self.loop is None or self.loop.takes_all
         self.skips_itself = takes_flag and private.unscales_by_itself(self.core)
         self._install(masters=masters, master_step=self, skip_step=self.skip_step)
         self._install(__reduce_ex__=self._reduce)
-        # while the optimizer's own `step` stays: a scaler may skip the next one
-        is_torch = isinstance(self.core, torch.optim.Optimizer)
-        self.hook = self.core.register_step_post_hook(lambda *_: self._end()) if is_torch else None
-        if self.loop is not None or self.scaler is not None:
+        if self.loop is not None:
+            self._install(joined_grads=self.loop.grads)
+        if self.loop is not None or self.guard.state_dict():
             self._install(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
-        self.guard = guard_of(policy) if guard is None else guard
-        is_guarded = self.guard.is_enabled() or policy.dtype == torch.float16
-        if is_guarded or self.loop is not None:  # else the optimizer's own step stays
-            self._remove_hook()
-            self._install(step=_bound(self.core, self.step))
-            if self.is_half:
-                self._install(_step_supports_amp_scaling=True)
+        is_half = masters.policy.dtype == torch.float16
+        if self.guard.is_enabled() or self.loop is not None or is_half:
+            self._install(step=_bound(self.core, self.step), _step_supports_amp_scaling=True)
+        elif isinstance(self.core, torch.optim.Optimizer):  # a scaler may skip the next step
+            self.hook = self.core.register_step_post_hook(lambda *_: self._end())
         masters.steps.append(self)
 
     def _make_loop(self, policy):
@@ -106,14 +101,11 @@ class MasterStep:
         self.before.update({k: own.get(k) for k in new})
         own.update(new)
 
-    def _remove_hook(self):
-        if self.hook is not None:
-            self.hook.remove()
-
     def remove(self) -> None:
         "Restore the optimizer's own methods; its states become separate tensors."
         own, self.is_removed = vars(self.core), True
-        self._remove_hook()
+        if self.hook is not None:
+            self.hook.remove()
         for name, value in self.before.items():
             # a schedule may have wrapped `step`, which goes on to call ours
             if name != "step" or getattr(own.get("step"), "__self__", None) is self.core:
@@ -140,96 +132,72 @@ class MasterStep:
                 "a step inside computing(model) or a forward pass would leave the 16-bit copies "
                 "as they are: end the block before the step"
             )
-        is_sam = closure is not None and hasattr(self.core, "first_step")
-        if is_sam or isinstance(self.core, torch.optim.LBFGS):
-            raise self._calls_again()
         if closure is None:
             return self._step()
+        wanted = signature(self.raw["step"]).parameters.get("closure")
+        if hasattr(self.core, "first_step") or wanted and wanted.default is not None:  # SAM; LBFGS
+            raise MixedPrecisionError(
+                f"{type(self.core).__name__} calls its closure by itself, so a step cannot be "
+                "skipped: train in bfloat16 with skip_nonfinite=False"
+            )
         with torch.enable_grad():
             loss = closure()
-        results = [loss]  # some optimizers use it
-
-        def once():
-            if not results:
-                raise self._calls_again()
-            return results.pop()
-
-        self._step(once)
+        self._step()
         return loss
 
-    def _calls_again(self):
-        return MixedPrecisionError(
-            f"{type(self.core).__name__} calls its closure several times, so a step cannot be "
-            "skipped: train in bfloat16 with skip_nonfinite=False"
-        )
-
-    def _step(self, *closure):
+    def _step(self):
         private.count_as_stepped(self.core)
-        given, guard = vars(self.core), self.guard
-        scaler = given.get("found_by", guard)  # a `LossScaler` that steps this optimizer, if any
-        if "found_by" not in given and given.get("found_inf") is not None:  # by a `GradScaler`
-            found: Any = self.read(Flag(given["found_inf"]))
-            is_left = given.get("grad_scale") is None or isinstance(found, Flag)  # to the kernel
-            inv_scale = None if is_left else 1 / float(given["grad_scale"])
-            done = self._step_once(Verdict(found, inv_scale), closure)
-            guard.count([found])
-            guard.stop_if_hopeless(self.core)
-            return done
-        is_alone = not scaler.n_scaled and scaler.known_of(self.core).found is None
+        told, by = vars(self.core), vars(self.core).get("found_by", self.guard)
+        self.decided_by = by
+        is_told = by is self.guard and told.get("found_inf") is not None  # by a `GradScaler`
+        is_alone = not is_told and not by.n_scaled and by.known_of(self.core).found_inf is None
+        if is_told:
+            scale = 1.0 if told.get("grad_scale") is None else told["grad_scale"]
+            by.used = math.nan
+            by.adopt(self.core, scale, Late(told["found_inf"]))
         if is_alone:
-            scaler.open(self.core)
-            if self.masters.policy.dtype == torch.float16 and scaler.only_checks:
+            by.used = 1.0
+            by.adopt(self.core)
+            if self.masters.policy.dtype == torch.float16 and by.only_checks:
                 warn_once(_NO_SCALE)
-        verdict = scaler.look(self.core)
-        verdict = verdict._replace(found_inf=self.read(verdict.found_inf))
-        done = self._step_once(verdict, closure)
-        if is_alone:
-            guard.update()
-        if scaler is not guard:
-            guard.count([verdict.found_inf])
+        known = by.look(self.core)
+        done = self._step_or_skip(known, self._read(known.found_inf))
+        if is_told or is_alone:
+            by.update()
         return done
 
     def skip_step(self, scaler: LossScaler) -> None:
         "Skip a step, as `scaler` has decided."
-        if scaler is not self.guard:
-            self.guard.count([True])
+        self.decided_by = scaler
         self.skip()
 
-    def look(self) -> bool | Flag:  # True: call `skip` instead of `step`
+    def look(self) -> bool | Late:  # True: call `skip` instead of `step`
         "Let the guard unscale and check the gradients; nothing is read if a fused kernel may skip."
-        return self.read(self.guard.look(self.core).found_inf)
+        return self._read(self.guard.look(self.core).found_inf)
 
-    def read(self, found: Any) -> bool | Flag:
+    def _read(self, found):
         "Read what was found, unless the optimizer's kernel skips by itself."
-        is_read = not self.skips_itself or not isinstance(found, Flag) or found.is_on_host
-        return bool(found) if is_read else found
+        is_late = found is not None and self.skips_itself and not found.is_on_host
+        return found if is_late else bool(found)
 
-    def _step_once(self, verdict, closure):
-        "Step, unless gradients are nonfinite; a kernel that gets a flag decides by itself."
-        found, inv_scale = verdict
-        is_flag, own = isinstance(found, Flag), vars(self.core)
-        if not is_flag and found:
+    def _step_or_skip(self, known, found):
+        "Step, unless gradients are nonfinite; a kernel decides by itself about what is not read."
+        given, inv_scale = {"grad_scale": None, "found_inf": None}, None
+        if found is True:
             return self.skip()
-        told = {k: own[k] for k in ("grad_scale", "found_inf") if k in own}  # by a scaler
-        given = dict.fromkeys(told)  # the gradients must not be unscaled again
-        if is_flag:
-            given = {"grad_scale": None, **told, "found_inf": found.on_device}
-            inv_scale = None
-        elif inv_scale is not None and not self.masters.policy.half_grads:
-            torch._foreach_mul_(grads_of(self.core), inv_scale)
-            inv_scale = None
+        if found is not False:
+            given = known.for_kernel()
+        elif self.masters.policy.half_grads:
+            inv_scale = known.inv_scale
+        elif known.inv_scale is not None:
+            torch._foreach_mul_(grads_of(self.core), known.inv_scale)
         if self.loop is not None:
             done = self._step_chunks(inv_scale, given)
         else:
-            own.update(given)
-            try:
-                done = self.raw["step"](*closure)
-            finally:
-                for k in given:
-                    own.pop(k, None)
-                own.update(told)
-        if is_flag:
-            self.masters.snapshot.restore(self._own_params(), found.on_device)
+            with attributes(self.core, **given):
+                done = self.raw["step"]()
+        if found is not False:
+            self.masters.snapshot.restore(self._own_params(), found.value)
         self._end()
         return done
 
@@ -266,8 +234,8 @@ class MasterStep:
     def state_dict(self) -> dict:
         "Return the optimizer's state for each parameter of the model, in float32."
         found = self.raw["state_dict"]()
-        if self.scaler is not None:
-            found = found | {"loss_scale": self.scaler.state_dict()}
+        if scale := self.guard.state_dict():
+            found = found | {"loss_scale": scale}
         if self.loop is None:
             return found
         states = found["state"]
@@ -280,11 +248,11 @@ class MasterStep:
         "Load a state saved in any precision and layout. Raises: as the optimizer does."
         state = dict(state_dict)
         scale = state.pop("loss_scale", None)
-        if self.scaler is not None and scale:
-            self.scaler.check_state(scale)
+        if scale:
+            self.guard.check_state(scale)
         self.raw["load_state_dict"](state)
-        if self.scaler is not None and scale:
-            self.scaler.load_state_dict(scale)
+        if scale:
+            self.guard.load_state_dict(scale)
 
     def _reduce(self, protocol):
         "Return the reduction to a plain optimizer, for copies and pickles."
@@ -336,8 +304,6 @@ class MixedTraining:
             raise TypeError(f"`scaler` is {scaler!r}: expected a mixedfp.scaler.LossScaler or None")
         if getattr(scaler, "layers", None) is not None:
             raise ValueError("`scaler` already has `layers`: pass their scales as layer_scales=")
-        if not isinstance(layer_scales, Mapping | None):
-            raise TypeError(f"`layer_scales` is {layer_scales!r}: expected a dict or None")
         self.policy, self.layer_scales = policy, layer_scales
         if scaler is None:
             scaler = LossScaler() if policy.dtype == torch.float16 else guard_of(policy)
@@ -381,7 +347,8 @@ class MixedTraining:
         self._masters.snapshot.save()
 
     def _has(self, model):
-        return self.masters.model is model and set(self.masters.params) == set(_floats(model))
+        params = () if has_shards(model) else filter(is_castable, model.parameters())
+        return self.masters.model is model and set(self.masters.params) == set(params)
 
     def wrap(
         self,
@@ -393,7 +360,7 @@ class MixedTraining:
                 self.scaler.release(self.opt.core)
                 self.opt.remove()
             self.opt = None
-            self.opt = MasterStep(opt, self.masters, self.scaler, self.scaler)
+            self.opt = MasterStep(opt, self.masters, self.scaler)
             self.scaler.adopt(self.opt.core)
         return self.opt
 
@@ -411,8 +378,3 @@ class MixedTraining:
         scaler = copy.copy(self.scaler)
         scaler.layers = None
         return vars(self) | dict(scaler=scaler, _masters=None, opt=None)
-
-
-def _floats(model):
-    params = () if has_shards(model) else model.parameters()
-    return [p for p in params if p.is_floating_point() and p.itemsize > 1]

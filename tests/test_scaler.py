@@ -133,7 +133,7 @@ def test_disabled_passes_everything_through():
     assert iterate(scaler, w, opt, INF) is True and not w.isfinite().any()
     scaler.unscale_(opt)
     scaler.release(opt)
-    assert not bool(scaler.known_of(opt).found)
+    assert not bool(scaler.known_of(opt).found_inf)
     assert scaler.get_scale() == 1.0 and scaler.state_dict() == {} and scaler.scales == []
     scaler.load_state_dict({})
 
@@ -163,7 +163,7 @@ def test_gradients_of_any_kind(kind, value):
         assert_same(params[1].grad.to_dense(), grads[1].to_dense() / 4)
     names = [] if value == 4.0 else ["parameter 1 of group 0, shape (4,)"]
     assert nonfinite_names(opt) == names
-    assert bool(scaler.known_of(opt).found) is (value != 4.0)
+    assert bool(scaler.known_of(opt).found_inf) is (value != 4.0)
     assert scaler.step(opt) is (value == 4.0)
 
 

@@ -1,7 +1,7 @@
 """The check as a number on the device: what the host reads late, or never, changes no result.
 
-On a CPU the number could be read at once. These tests treat it as a GPU's: `Late` flags are not
-ready until somebody waits for them, and each wait is counted.
+On a CPU the number could be read at once. These tests treat it as a GPU's: it is not ready until
+somebody waits for it, and each wait is counted.
 """
 
 import copy
@@ -12,6 +12,7 @@ import pytest
 import torch
 from fastai.basics import DataLoaders, Learner
 from fastai.optimizer import OptimWrapper
+from laws import read_late
 from torch import nn
 from torch.amp import GradScaler
 
@@ -33,25 +34,8 @@ X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def late(monkeypatch):
-    """Let no flag be ready before somebody waits; return the list of waits."""
-    waits = []
-    read = scalers.Flag.__bool__
-
-    def is_ready(self):
-        return getattr(self, "is_read", False)
-
-    def wait(self):
-        if not is_ready(self):
-            waits.append(self)
-            self.is_read = True
-        return read(self)
-
-    monkeypatch.setattr(scalers.Flag, "is_ready", is_ready)
-    monkeypatch.setattr(scalers.Flag, "__bool__", wait)
-    monkeypatch.setattr(scalers, "READS_ON", scalers.READS_ON)
-    scalers.READS_ON.discard("cpu")
-    yield waits
-    scalers.READS_ON.add("cpu")
+    """Let no number be ready before somebody waits; return the list of waits."""
+    return read_late(monkeypatch)
 
 
 def net():
@@ -115,10 +99,11 @@ def test_with_a_fused_optimizer_the_host_waits_for_nothing(kind, dtype, late):
     if kind != "guard":
         assert done and len(late) == 1
         assert scaler.n_skipped == 3 and scaler.n_steps == len(FACTORS)
-        assert len(late) == len(FACTORS)
+        assert len(late) == 2 * len(FACTORS)  # and the scales
 
 
-def test_an_optimizer_that_is_not_fused_reads_one_number(late):
+def test_an_optimizer_that_is_not_fused_reads_one_number(late, monkeypatch):
+    monkeypatch.setattr(scalers, "READS_ON", {"cpu"})  # what was read determines the scale
     train("LossScaler", "bf16", "SGD", fused=False)
     assert len(late) == len(FACTORS)
 
@@ -154,8 +139,8 @@ def test_skips_in_a_row_stop_the_training_once_the_host_knows(late):
             opt.zero_grad()
             (model(X).sum() * math.nan).backward()
             opt.step()
-            for flag, *_ in opt.master_step.guard._pending[:-1]:  # ready one step later
-                bool(flag[0])
+            for found, _ in opt.master_step.guard._pending[:-1]:  # ready one step later
+                bool(found[0])
 
 
 def test_a_learner_finds_the_batch_that_was_skipped(late):
@@ -281,41 +266,40 @@ def test_an_error_of_the_users_keeps_its_class_and_attributes():
     assert e.value.code == 7
 
 
-@pytest.mark.parametrize("found", [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], ids=str)
-def test_the_scale_ahead_counts_a_step_that_is_ready_before_an_earlier_one(found, late):
-    scaler = LossScaler("cpu", 2.0**10, growth_interval=1)
-    flags = [scalers.Flag(torch.tensor(value)) for value in found]
-    scaler.count([flags[0]], 2.0**10)
-    flags[1].is_read = True  # of another device
-    scaler.count([flags[1]], 2.0**10)
-    ahead = scaler.scale(torch.ones(()))
-    assert not late and ahead == scaler.get_scale() == float(scaler.used)
-    assert len(late) == 1
-
-
-@pytest.mark.parametrize("found", [(1.0, 0.0), (0.0, 1.0)], ids=str)
-def test_one_of_two_optimizers_that_overflows_lowers_the_scale_ahead(found, late):
-    scaler = LossScaler("cpu", 2.0**10)
-    scaler.count([scalers.Flag(torch.tensor(value)) for value in found], 2.0**10)
-    assert scaler.scale(torch.ones(())) == 2.0**9 and not late
-    assert scaler.get_scale() == 2.0**9
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_of_a_scaler_that_is_ahead_knows_the_scale(copied, late):
-    scaler = LossScaler("cpu", 2.0**10)
-    scaler.count([scalers.Flag(torch.tensor(1.0))], 2.0**10)
+def end(scaler, *found):
+    """Count an iteration in which each of several optimizers found something, or 0."""
     scaler.scale(torch.ones(()))
-    other = copied(scaler)
-    assert type(other.used) is float and other.used == other.get_scale() == 2.0**9
+    for number in found:
+        opt = torch.optim.SGD([nn.Parameter(X)], 0.1)
+        scaler.adopt(opt, 1.0, scalers.Late(torch.tensor(number)))
+    scaler.update()
 
 
-@pytest.mark.parametrize("first, value", [(2.0**24, 0.0), (1.0, 1.0)], ids=["highest", "lowest"])
-def test_the_scale_ahead_stays_within_the_bounds(first, value, late):
+HIGH = 2.0**24
+
+
+@pytest.mark.parametrize(
+    "first, steps, scale",
+    [
+        (2.0**10, [(1.0,), (0.0,)], 2.0**10),
+        (2.0**10, [(0.0,), (1.0,)], 2.0**10),
+        (2.0**10, [(0.0,), (0.0,)], 2.0**12),
+        (2.0**10, [(1.0, 0.0)], 2.0**9),  # one of two optimizers
+        (2.0**10, [(0.0, 1.0)], 2.0**9),
+        (HIGH, [(0.0,)], HIGH),
+        (1.0, [(1.0,)], 1.0),
+    ],
+)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_the_scale_is_ahead_of_the_host_within_its_bounds(first, steps, scale, copied, late):
     scaler = LossScaler("cpu", first, growth_interval=1)
-    scaler.count([scalers.Flag(torch.tensor(value))], first)
-    assert scaler.scale(torch.ones(())) == first and not late
-    assert scaler.get_scale() == first
+    for found in steps:
+        end(scaler, *found)
+    assert scaler.scale(torch.ones(())) == scale == scaler.get_scale() and not late
+    other = copied(scaler)
+    assert type(other.used) is float and other.used == other.get_scale() == scale
+    assert other.n_steps == len(other.scales) == len(steps) and other.scales[0] == first
+    assert other.skipped == [i for i, found in enumerate(steps) if any(found)]
 
 
 def test_two_optimizers_of_which_one_accumulates_while_the_scale_changes(request):
@@ -362,10 +346,14 @@ def test_optimizers_that_call_a_closure_several_times_are_refused():
         def first_step(self):
             """Climb."""
 
-    for make, closure in ((torch.optim.LBFGS, lambda: 0.0), (SAM, lambda: 0.0)):
+    class Polyak(torch.optim.SGD):
+        def step(self, closure):
+            """Take the loss for a rate."""
+
+    for make, flat in ((torch.optim.LBFGS, False), (SAM, True), (Polyak, False)):
         model = net()
-        opt = make(model.parameters())
-        with_masters(model, opt, dtype="bf16")
+        opt, closure = make(model.parameters()), lambda: 0.0
+        with_masters(model, opt, dtype="bf16", flat_master=flat)
         with pytest.raises(MixedPrecisionError, match="skip_nonfinite=False"):
             opt.step(closure)
     model = net()
