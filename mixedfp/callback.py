@@ -153,7 +153,7 @@ class MixedPrecision(Callback):
                 "the loss of a GANLearner calls the generator and critic outside the model's "
                 "forward pass: train it in float32, without mixed precision"
             )
-        is_new = not self.mixed.is_attached
+        is_new = self.mixed.masters is None
         try:
             self.mixed.attach(self.model)
             vars(self.learn).setdefault("create_opt", self._create_opt)
@@ -165,7 +165,7 @@ class MixedPrecision(Callback):
             self._reset_states()
 
     def _wrap_opt(self):
-        if self.learn.opt is not None and self.mixed.is_attached:
+        if self.learn.opt is not None and self.mixed.masters is not None:
             self.mixed.wrap(self.learn.opt)
 
     def _create_opt(self):
@@ -182,7 +182,7 @@ class MixedPrecision(Callback):
     def _detach(self):
         if vars(self.learn).get("create_opt") == self._create_opt:
             del self.learn.create_opt
-        if self.mixed.is_attached:
+        if self.mixed.masters is not None:
             self.mixed.detach()
             self._reset_states()
 
@@ -347,7 +347,7 @@ class MixedPrecision(Callback):
         return self._masters().float_model()
 
     def _masters(self):
-        if not self.mixed.is_attached:
+        if self.mixed.masters is None:
             raise MixedPrecisionError("no masters yet: add this callback to a Learner first")
         return self.mixed.masters
 

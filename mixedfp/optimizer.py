@@ -21,18 +21,14 @@ from .torch_private import unwrapped
 
 # %% ../nbs/09_optimizer.ipynb #c9f79e9e
 def _check_optimizers(model, optimizers):
-    if not optimizers:
+    others = [type(opt).__name__ for opt in optimizers if not isinstance(opt, Optimizer)]
+    if others or not optimizers:
         raise TypeError(
-            "no optimizer is given: with_masters(model, optimizer). To predict in 16 bits use "
-            "model2half(model)"
+            f"expected torch.optim optimizers after the model, got {', '.join(others) or 'none'} "
+            "(a fastai Learner has to_fp16(); to predict in 16 bits use model2half(model))"
         )
     inside = set(model.parameters())
     for opt in optimizers:
-        if not isinstance(opt, Optimizer):
-            raise TypeError(
-                f"`optimizer` is a {type(opt).__name__}: expected a torch.optim optimizer "
-                "(a fastai Learner has to_fp16() and to_bf16())"
-            )
         if "masters" in vars(opt):
             raise ValueError(
                 f"this {type(opt).__name__} has masters already: call opt.masters.restore() first"

@@ -63,37 +63,32 @@ class MasterStep:
         # a fused kernel skips by itself, so the host need not read what was found
         takes_flag = self.loop is None or self.loop.takes_all
         self.skips_itself = takes_flag and private.unscales_by_itself(self.core)
-        self._install(masters=masters, master_step=self, skip_step=self.skip_step)
+        self._install(masters=masters, master_step=self, skip_step=self.skip)
         self._install(__reduce_ex__=self._reduce)
         if self.loop is not None:
             self._install(joined_grads=self.loop.grads)
         if self.loop is not None or self.guard.state_dict():
             self._install(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
-        is_half = masters.policy.dtype == torch.float16
-        if self.guard.is_enabled() or self.loop is not None or is_half:
+        is_fp16 = masters.policy.dtype == torch.float16
+        if self.guard.is_enabled() or self.loop is not None or is_fp16:
             self._install(step=_bound(self.core, self.step), _step_supports_amp_scaling=True)
         elif isinstance(self.core, torch.optim.Optimizer):  # a scaler may skip the next step
             self.hook = self.core.register_step_post_hook(lambda *_: self._end())
         masters.steps.append(self)
 
     def _make_loop(self, policy):
-        takes_chunks = policy.flat_master and self._takes_chunks(policy)
-        for name in ("state_dtype", "half_grads"):
-            if getattr(policy, name) and not takes_chunks:
-                raise MixedPrecisionError(
-                    f"{name} needs an optimizer that is stepped in chunks, such as AdamW or SGD: "
-                    f"{type(self.core).__name__} is stepped one parameter at a time"
-                )
+        kinds = {p.device.type for ps in param_lists(self.core) for p in ps}
+        needs = [name for name in ("state_dtype", "half_grads") if getattr(policy, name)]
+        is_exact = not is_fused(self.core) or kinds.isdisjoint(_UNEVEN)
+        takes_chunks = policy.flat_master and is_elementwise(self.core) and (is_exact or needs)
+        if needs and not takes_chunks:
+            raise MixedPrecisionError(
+                f"{needs[0]} needs an optimizer that is stepped in chunks, such as AdamW or SGD: "
+                f"{type(self.core).__name__} is stepped one parameter at a time"
+            )
         if policy.flat_master:
             lay_out(self.masters, self.core)
         return ChunkLoop(self.core, self.masters) if takes_chunks else None
-
-    def _takes_chunks(self, policy):
-        "Return whether the optimizer is stepped in chunks."
-        kinds = {p.device.type for ps in param_lists(self.core) for p in ps}
-        is_exact = not is_fused(self.core) or kinds.isdisjoint(_UNEVEN)
-        needs_chunks = policy.half_grads or policy.state_dtype
-        return is_elementwise(self.core) and bool(is_exact or needs_chunks)
 
     def _install(self, **new):
         "Replace attributes of the optimizer until `remove`."
@@ -147,9 +142,9 @@ class MasterStep:
 
     def _step(self):
         private.count_as_stepped(self.core)
-        told, by = vars(self.core), vars(self.core).get("found_by", self.guard)
-        self.decided_by = by
-        is_told = by is self.guard and told.get("found_inf") is not None  # by a `GradScaler`
+        told = vars(self.core)
+        self.decided_by = by = told.get("found_by", self.guard)  # a `LossScaler`
+        is_told = "found_by" not in told and told.get("found_inf") is not None  # by a `GradScaler`
         is_alone = not is_told and not by.n_scaled and by.known_of(self.core).found_inf is None
         if is_told:
             scale = 1.0 if told.get("grad_scale") is None else told["grad_scale"]
@@ -166,11 +161,6 @@ class MasterStep:
             by.update()
         return done
 
-    def skip_step(self, scaler: LossScaler) -> None:
-        "Skip a step, as `scaler` has decided."
-        self.decided_by = scaler
-        self.skip()
-
     def look(self) -> bool | Late:  # True: call `skip` instead of `step`
         "Let the guard unscale and check the gradients; nothing is read if a fused kernel may skip."
         return self._read(self.guard.look(self.core).found_inf)
@@ -184,7 +174,7 @@ class MasterStep:
         "Step, unless gradients are nonfinite; a kernel decides by itself about what is not read."
         given, inv_scale = {"grad_scale": None, "found_inf": None}, None
         if found is True:
-            return self.skip()
+            return self.skip(self.decided_by)
         if found is not False:
             given = known.for_kernel()
         elif self.masters.policy.half_grads:
@@ -197,7 +187,7 @@ class MasterStep:
             with attributes(self.core, **given):
                 done = self.raw["step"]()
         if found is not False:
-            self.masters.snapshot.restore(self._own_params(), found.value)
+            self._restore(found.value)
         self._end()
         return done
 
@@ -210,15 +200,17 @@ class MasterStep:
         for hook in after:
             hook(self.core, (), {})
 
-    def skip(self) -> None:
+    def skip(self, scaler: LossScaler | None = None) -> None:  # which has decided; None: the guard
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
+        self.decided_by = scaler or self.guard
         private.count_as_stepped(self.core)
-        self.masters.snapshot.restore(self._own_params())
+        self._restore()
 
-    def _own_params(self):
-        "Return the parameters, or None if no other optimizer steps the model."
+    def _restore(self, flag=None):
+        "Restore the buffers; if other optimizers step the model, too, those of own modules."
         is_alone = len(self.masters.steps) == 1
-        return None if is_alone else {p for ps in param_lists(self.core) for p in ps}
+        own = None if is_alone else {p for ps in param_lists(self.core) for p in ps}
+        self.masters.snapshot.restore(own, flag)
 
     def _end(self):
         self.masters.snapshot.end(len(self.masters.steps))
@@ -226,23 +218,21 @@ class MasterStep:
     # --- files and copies ---
 
     def _exported(self, state):
+        "Return the state of a parameter, in float32, with a storage that contains nothing else."
         if self.loop is None:
-            return {}
+            return state
         values = {k: self.loop.export(k, v) for k, v in state.items()}
         return {k: as_own_storage(v) if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def state_dict(self) -> dict:
         "Return the optimizer's state for each parameter of the model, in float32."
-        found = self.raw["state_dict"]()
-        if scale := self.guard.state_dict():
-            found = found | {"loss_scale": scale}
-        if self.loop is None:
-            return found
-        states = found["state"]
-        if isinstance(states, Mapping):
-            exported = {k: {**s, **self._exported(s)} for k, s in sorted(states.items())}
-            return {**found, "state": exported}
-        return {**found, "state": [{**s, **self._exported(s)} for s in states]}
+        found = dict(self.raw["state_dict"]())
+        if self.loop is not None and isinstance(found["state"], Mapping):
+            found["state"] = {k: self._exported(s) for k, s in sorted(found["state"].items())}
+        elif self.loop is not None:
+            found["state"] = list(map(self._exported, found["state"]))
+        scale = self.guard.state_dict()
+        return found | {"loss_scale": scale} if scale else found
 
     def load_state_dict(self, state_dict: dict) -> None:
         "Load a state saved in any precision and layout. Raises: as the optimizer does."
@@ -259,7 +249,7 @@ class MasterStep:
         make, args, state, *rest = type(self.core).__reduce_ex__(self.core, protocol)  # pyright: ignore
         state = {k: v for k, v in state.items() if k not in self.before}
         if "state" in state:  # fastai's Lookahead shares the inner optimizer's
-            states = {p: {**s, **self._exported(s)} for p, s in state["state"].items()}
+            states = {p: self._exported(s) for p, s in state["state"].items()}
             state["state"] = defaultdict(dict, states)
         return make, args, state, *rest
 
@@ -300,28 +290,14 @@ class MixedTraining:
         scaler: LossScaler | None = None,  # default: dynamic for float16, else one that only checks
         layer_scales: Mapping[str, float] | None = None,  # by layer name
     ):
-        if not isinstance(scaler, LossScaler | None):
-            raise TypeError(f"`scaler` is {scaler!r}: expected a mixedfp.scaler.LossScaler or None")
         if getattr(scaler, "layers", None) is not None:
             raise ValueError("`scaler` already has `layers`: pass their scales as layer_scales=")
         self.policy, self.layer_scales = policy, layer_scales
         if scaler is None:
             scaler = LossScaler() if policy.dtype == torch.float16 else guard_of(policy)
         self.scaler = scaler
-        self._masters: Masters | None = None
+        self.masters: Any = None  # a `Masters` while a model is attached
         self.opt: Any = None  # a `MasterStep` after `wrap`
-
-    @property
-    def is_attached(self) -> bool:
-        "Whether a model with masters is attached."
-        return self._masters is not None
-
-    @property
-    def masters(self) -> Masters:
-        "The master weights and their 16-bit copies. Raises: MixedPrecisionError before `attach`."
-        if self._masters is None:
-            raise MixedPrecisionError("no model is attached: call `attach` first")
-        return self._masters
 
     def attach(
         self,
@@ -329,26 +305,24 @@ class MixedTraining:
     ) -> None:
         "Make `model` compute in 16 bits, or take its changes up. Raises: as `Masters`."
         model = private.unwrapped(model)
-        if self._masters is not None and not self._has(model):
-            self.detach()
+        if self.masters is not None:
+            params = () if has_shards(model) else filter(is_castable, model.parameters())
+            if self.masters.model is not model or set(self.masters.params) != set(params):
+                self.detach()
         for m in sharded_modules(model).values():
             m.reshard()  # validation leaves the root module's own parameters gathered
-        if self._masters is None:
+        if self.masters is None:
             if has_shards(model):
                 check_settings(self.policy, self.layer_scales)
             layers = None
             if self.layer_scales is not None and self.scaler.is_enabled():
                 layers = LayerwiseGradientScaler(model, self.layer_scales)
                 layers.in_passes = True
-            self._masters = Masters(model, self.policy, layers)
+            self.masters = Masters(model, self.policy, layers)
             self.scaler.layers = layers
         if self.scaler.layers is not None and not self.scaler.layers.is_scaling:
             self.scaler.layers.scale()
-        self._masters.snapshot.save()
-
-    def _has(self, model):
-        params = () if has_shards(model) else filter(is_castable, model.parameters())
-        return self.masters.model is model and set(self.masters.params) == set(params)
+        self.masters.snapshot.save()
 
     def wrap(
         self,
@@ -366,15 +340,14 @@ class MixedTraining:
 
     def detach(self) -> None:
         "Restore the model and optimizer to float32; the weights equal the masters, bit for bit."
-        if self._masters is not None:
+        if self.masters is not None:
             if self.opt is not None:  # gradients of an unfinished accumulation may exist
                 self.scaler.release(self.opt.core)
-            masters, self._masters = self._masters, None
-            masters.restore()
-            self.opt = self.scaler.layers = None
+            self.masters.restore()
+            self.masters = self.opt = self.scaler.layers = None
 
     def __getstate__(self) -> dict:
         """Return the state for a copy or pickle, without the model: a copy attaches to its own."""
         scaler = copy.copy(self.scaler)
         scaler.layers = None
-        return vars(self) | dict(scaler=scaler, _masters=None, opt=None)
+        return vars(self) | dict(scaler=scaler, masters=None, opt=None)
