@@ -192,8 +192,8 @@ class Masters:
     @property
     def skipped(self) -> list[int]:
         "The numbers of the skipped steps, counted from 0."
-        guards = {id(s.guard): s.guard for s in self.steps}
-        return sorted(n for guard in guards.values() for n in guard.skipped)
+        scalers = {id(s.decided_by): s.decided_by for s in self.steps}
+        return sorted(n for scaler in scalers.values() for n in scaler.skipped)
 
     @property
     def n_skipped(self) -> int:
