@@ -175,9 +175,10 @@ class MasterStep:
             guard.count([found])
             guard.stop_if_hopeless(self.core)
             return done
-        known = scaler.known_of(self.core)  # scaled: the loss was another optimizer's, too
-        is_scaled = isinstance(known.scale, Tensor) or known.scale != 1
-        is_alone = not scaler.n_scaled and known.found is None and not is_scaled
+        known = None if scaler.n_scaled else scaler.known_of(self.core)
+        is_alone = known is not None and known.found is None
+        if is_alone and (isinstance(known.scale, Tensor) or known.scale != 1):
+            is_alone = False  # the loss was another optimizer's, too, which has stepped
         if is_alone:
             scaler.open(self.core)
             if self.masters.policy.dtype == torch.float16 and scaler.only_checks:
