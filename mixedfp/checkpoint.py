@@ -159,7 +159,7 @@ class Checkpoint(Callback):
             "fits": [*self._finished(self.learn), [self.n_epoch, self.epoch + 1]],
             "train_iter": self.train_iter,
             "grad_scale": float(scale),
-            "callbacks": [(cb.name, {k: vars(cb)[k] for k in _COUNTS if k in vars(cb)})
+            "callbacks": [(cb.name, {k: v for k, v in vars(cb).items() if k in _COUNTS})
                           for cb in self._counting()],
             "ranks": ranks,
         }

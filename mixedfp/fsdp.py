@@ -154,10 +154,7 @@ def _shard(learn, shard, mesh):
             "create a new Learner, and load the file inside fsdp_ctx"
         )
     model, cb = learn.model, vars(learn).get("mp_cb")
-    kind, dtype = torch.device(learn.dls.device or "cpu").type, torch.float32
-    if cb is not None:
-        check_settings(cb.mixed.policy, cb.mixed.layer_scales)
-        dtype = cb.mixed.policy.dtype
+    kind, dtype = torch.device(learn.dls.device or "cpu").type, None  # the model's own
     is_block = (lambda m: isinstance(m, shard)) if isinstance(shard, type | tuple) else shard
     modules = list(model.modules())
     blocks = [m for m in modules[1:] if is_block(m)]
@@ -166,9 +163,11 @@ def _shard(learn, shard, mesh):
         raise ValueError(f"`shard` matches no module of {type(model).__name__}, whose modules are "
                          f"of {kinds}: pass the type of its blocks, or a function of a module")
     mesh = mesh or init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),))  # joins the processes
-    learn.opt = None  # created in the next fit, over the shards
     if cb is not None:
+        check_settings(cb.mixed.policy, cb.mixed.layer_scales)
+        dtype = cb.mixed.policy.dtype
         cb.mixed.detach()
+    learn.opt = None  # created in the next fit, over the shards
     if kind != "cpu":  # a model on the CPU is moved by `fully_shard`, block by block
         learn.dls.to(torch.device(f"{kind}:{os.environ['LOCAL_RANK']}"))
         model.to(learn.dls.device if next(model.parameters()).is_cuda else "cpu")
@@ -176,7 +175,8 @@ def _shard(learn, shard, mesh):
         first = t.detach().to(mesh.device_type).contiguous()
         distributed.broadcast(first, 0)
         t.detach().copy_(first)
-    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    reduces = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(dtype, reduces, cast_forward_inputs=False)
     for m in reversed(modules):  # inner modules first
         if isinstance(m, NORMS) and next(m.parameters(), None) is not None:
             fully_shard(m, mesh=mesh)  # with its running statistics it stays in float32
