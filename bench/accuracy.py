@@ -32,11 +32,11 @@ def main() -> None:
     model, rows = MODELS["darknet"], []
     for lr, name in product(args.lrs, args.precisions):
         runs = [train_once(name, dls, model, "sgd", args.epochs, lr, seed) for seed in args.seeds]
-        percents = [100 * run.accuracy for run in runs]
+        percents = [100 * run["accuracy"] for run in runs]
         row = {"lr": lr, "precision": name, "seeds": len(runs), "accuracy_mean": mean(percents)}
         row["accuracy_sd"] = stdev(percents) if len(runs) > 1 else None
-        row["valid_loss"] = mean(run.valid_loss for run in runs)
-        rows.append(row | {"skipped": sum(run.skipped for run in runs)})
+        row["valid_loss"] = mean(run["valid_loss"] for run in runs)
+        rows.append(row | {"skipped": sum(run["skipped"] for run in runs)})
         given = {k: getattr(args, k) for k in ("epochs", "n_train", "n_valid")}
         write(args.out, about() | given | dict(model="darknet", opt="sgd", bs=64, results=rows))
     table(rows, "lr precision accuracy_mean:.1f accuracy_sd:.1f valid_loss:.3f skipped")
