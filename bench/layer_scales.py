@@ -171,7 +171,7 @@ def flushed(run: Run, fresh: nn.Module, x: Tensor, y: Tensor) -> dict[str, float
             p.copy_(q)
     F.cross_entropy(truth(x), y).backward()
     run.backward(x, y)
-    while bool(run.scaler.known_of(run.opt).found):
+    while bool(run.scaler.known_of(run.opt).found_inf):
         run.step()
         run.backward(x, y)
     shares = {}

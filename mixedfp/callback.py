@@ -125,7 +125,7 @@ class MixedPrecision(Callback):
                 "the loss of a GANLearner calls the generator and critic outside the model's "
                 "forward pass: train it in float32, without mixed precision"
             )
-        is_new = not self.mixed.is_attached
+        is_new = self.mixed.masters is None
         try:
             self.mixed.attach(self.model)
             vars(self.learn).setdefault("create_opt", self._create_opt)
@@ -138,7 +138,7 @@ class MixedPrecision(Callback):
 
     def before_batch(self) -> None:
         "Wrap the optimizer, if it is new; inputs are cast in the model's forward pass."
-        if self.learn.opt is not None and self.mixed.is_attached:
+        if self.learn.opt is not None and self.mixed.masters is not None:
             self.mixed.wrap(self.learn.opt)
 
     def _create_opt(self):
@@ -150,7 +150,7 @@ class MixedPrecision(Callback):
     def _detach(self):
         if vars(self.learn).get("create_opt") == self._create_opt:
             del self.learn.create_opt
-        if self.mixed.is_attached:
+        if self.mixed.masters is not None:
             self.mixed.detach()
             self._reset_states()
 
@@ -264,7 +264,7 @@ class MixedPrecision(Callback):
 
         If flat, each is replaced by the float32 vector that contains it, which is listed once.
         """
-        vectors = {p: v.full for v in self.mixed.masters.vectors for p in v.params}
+        vectors = {p: v.full for v in self._masters().vectors for p in v.params}
         found, lists = set(), []
         for ps in self._params():
             masters = dict.fromkeys(vectors.get(p, p) for p in ps)
@@ -275,7 +275,7 @@ class MixedPrecision(Callback):
     @property
     def model_params(self) -> list[list[torch.Tensor]]:
         "The 16-bit copies of the same parameters, as a forward pass makes them, for reading."
-        copies, dtype = self.mixed.masters.copies, self.mixed.policy.dtype
+        copies, dtype = self._masters().copies, self.mixed.policy.dtype
         copied = set() if copies is None else set(copies.params)
         lists = self._params()
         return [[p.detach().to(dtype if p in copied else p.dtype) for p in ps] for ps in lists]
@@ -287,7 +287,12 @@ class MixedPrecision(Callback):
 
     def float_model(self) -> nn.Module:
         """Return a plain float32 twin of the model, for export: it shares the parameters."""
-        return self.mixed.masters.float_model()
+        return self._masters().float_model()
+
+    def _masters(self):
+        if self.mixed.masters is None:
+            raise MixedPrecisionError("no masters yet: add this callback to a Learner first")
+        return self.mixed.masters
 
     def __getstate__(self) -> dict:
         """Return the state for a copy or pickle, without the batch."""

@@ -78,7 +78,7 @@ class Checkpoint(Callback):
             )
         if self.epoch < n_done:
             warn_once(f"{n_done} epochs of fit {n_fit} are skipped: they are in `{path}`")
-            self.learn("after_train")  # other callbacks may undo their `before_train`
+            self.learn("after_train")  # pyright: ignore  # others undo their `before_train`
             raise CancelEpochException
 
     def after_epoch(self) -> None:

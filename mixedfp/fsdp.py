@@ -108,8 +108,8 @@ def _load(learn, file, device=None, **kwargs):
         learn.opt.load_state_dict(state)
 
     path = join_path_file(file, learn.path / learn.model_dir, ext=".pth")
-    parts = [SimpleNamespace(load_state_dict=f) for f in (load_weights, load_opt)]
-    load_model(path, *parts, mmap=True, **kwargs)
+    model, opt = (SimpleNamespace(load_state_dict=f) for f in (load_weights, load_opt))
+    load_model(path, model, opt, mmap=True, **kwargs)
     distributed.barrier()  # the file may be overwritten now
     return learn
 

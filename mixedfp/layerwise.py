@@ -6,7 +6,6 @@
 __all__ = ['LayerInfo', 'has_scale', 'LayerwiseGradientScaler']
 
 # %% ../nbs/07_layerwise.ipynb #3e18804b
-import difflib
 import math
 import threading
 from bisect import bisect_right
@@ -158,10 +157,9 @@ def _check_scales(scales, model):
     modules = dict(model.named_modules())
     for name in scales:
         if name not in modules:
-            near = difflib.get_close_matches(str(name), modules, 3, 0.3) or list(modules)[:4]
             raise ValueError(
                 f"`layer_scale_dict` names {name!r}, which is no module (or the second name of "
-                f"one): expected a name of named_modules(), such as {near}"
+                f"one): expected a name of named_modules(), such as {list(modules)[:4]}"
             )
         bare = [p for p in modules[name].parameters() if p.dtype == p.grad_dtype == torch.float16]
         if any(p.requires_grad for p in bare):
@@ -258,11 +256,8 @@ class LayerwiseGradientScaler:
             self._trace.end()
             self._take_off()
 
-    def trace_loss(
-        self,
-        loss: Tensor,  # computed from any tensors of a forward pass since `scale`
-    ) -> Tensor:  # the same value; call `backward` on it
-        "Scale the graph of `loss`, layer by layer."
+    def trace_loss(self, loss: Tensor) -> Tensor:  # the same value; call `backward` on it
+        "Scale the graph of `loss`, computed since `scale`, layer by layer."
         if not self._scaled or not self.is_scaling or loss.grad_fn is None:
             return loss
         loss = loss.clone()  # a node outside all layers, for this loss alone
@@ -294,17 +289,13 @@ class LayerwiseGradientScaler:
 
     def update(self) -> None:
         "Update the scales, once after `unscale`."
+        limits = torch.finfo(torch.float32)
         for info in self._scaled:
             info.growth_tracker += 1
-            if info.found_inf_or_nan:
-                self._set(info, info.scaling_factor * self.backoff_factor)
-            elif info.growth_tracker >= self.growth_interval:
-                self._set(info, info.scaling_factor * self.growth_factor)
-
-    def _set(self, info, scale):
-        limits = torch.finfo(torch.float32)
-        info.scaling_factor = min(max(scale, limits.tiny), limits.max)
-        info.growth_tracker = 0
+            if info.found_inf_or_nan or info.growth_tracker >= self.growth_interval:
+                factor = self.backoff_factor if info.found_inf_or_nan else self.growth_factor
+                scale = min(max(info.scaling_factor * factor, limits.tiny), limits.max)
+                info.scaling_factor, info.growth_tracker = scale, 0
 
     def state_dict(self) -> dict:
         "Return the scales and growth counts as plain numbers, by layer."
@@ -321,13 +312,9 @@ class LayerwiseGradientScaler:
         for name, scale in scales.items():
             check_positive(f"scale of {name!r}", scale)
 
-    def load_state_dict(
-        self,
-        state_dict: dict,  # from a scaler with the same layers
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping) -> None:  # of a scaler with the same layers
         "Continue from saved scales. Raises: as `check_state`, before anything is changed."
         self.check_state(state_dict)
-        scales, counts = state_dict["scales"], state_dict["growth_trackers"]
         for info in self._scaled:
-            self._set(info, float(scales[info.layer_name]))
-            info.growth_tracker = counts[info.layer_name]
+            info.scaling_factor = float(state_dict["scales"][info.layer_name])
+            info.growth_tracker = state_dict["growth_trackers"][info.layer_name]

@@ -21,18 +21,14 @@ from .torch_private import unwrapped
 
 # %% ../nbs/09_optimizer.ipynb #c9f79e9e
 def _check_optimizers(model, optimizers):
-    if not optimizers:
+    others = [type(opt).__name__ for opt in optimizers if not isinstance(opt, Optimizer)]
+    if others or not optimizers:
         raise TypeError(
-            "no optimizer is given: with_masters(model, optimizer). To predict in 16 bits use "
-            "model2half(model)"
+            f"expected torch.optim optimizers after the model, got {', '.join(others) or 'none'} "
+            "(a fastai Learner has to_fp16(); to predict in 16 bits use model2half(model))"
         )
     inside = set(model.parameters())
     for opt in optimizers:
-        if not isinstance(opt, Optimizer):
-            raise TypeError(
-                f"`optimizer` is a {type(opt).__name__}: expected a torch.optim optimizer "
-                "(a fastai Learner has to_fp16() and to_bf16())"
-            )
         if "masters" in vars(opt):
             raise ValueError(
                 f"this {type(opt).__name__} has masters already: call opt.masters.restore() first"
@@ -67,8 +63,8 @@ def with_masters(
     the masters. With `dtype=torch.float32` no result changes. `opt.masters` has `restore()`, which
     ends mixed precision, `skipped`, which lists skipped steps, and `float_model()`.
     `state_dtype={"exp_avg": torch.bfloat16}` rounds a state after each step; files contain float32.
-    With `half_grads`, clipping gets scaled 16-bit gradients, and a step takes the gradients of one
-    backward pass.
+    With `half_grads`, gradients of several backward passes add up in 16 bits. A scaler's `unscale_`
+    makes them float32, in the memory that was saved.
     Raises: TypeError, ValueError, MixedPrecisionError; in that case nothing is changed.
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740
     """

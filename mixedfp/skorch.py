@@ -23,14 +23,14 @@ from .torch_private import unwrapped
 class ScaledStep(MasterStep):
     "A step with true gradients, or a skip, after which the loss scale is updated."
 
-    def _step(self, *closure):
+    def _step(self):
         scaler = self.guard
         if not scaler.n_scaled and scaler.known_of(self.core).scale == 1:
             warn_once(
                 "the gradients come from an unscaled loss, so float16 may have flushed them to 0: "
                 "in a train_step_single of your own call net.grad_scaler_.scale(loss).backward()"
             )
-        done = super()._step(*closure)
+        done = super()._step()
         scaler.update()
         return done
 
@@ -60,10 +60,9 @@ class MixedPrecisionMixin:
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.amp_enabled, self.amp_dtype = amp_enabled, amp_dtype
-        self.flat_master, self.grad_scaler = flat_master, grad_scaler
-        self.keep_fp32, self.skip_nonfinite = keep_fp32, skip_nonfinite
-        self.state_dtype = state_dtype
+        self.amp_enabled, self.amp_dtype, self.grad_scaler = amp_enabled, amp_dtype, grad_scaler
+        self.flat_master, self.keep_fp32, self.state_dtype = flat_master, keep_fp32, state_dtype
+        self.skip_nonfinite = skip_nonfinite
 
     def initialize(self) -> Any:
         """Initialize all components and return self."""
@@ -81,8 +80,8 @@ class MixedPrecisionMixin:
             )
         is_scaled = self._policy().dtype == torch.float16
         kwargs = {"enabled": is_scaled} | self.get_params_for("grad_scaler")
-        kwargs["enabled"] = kwargs["enabled"] if self.amp_enabled else False
-        self.grad_scaler_ = self.grad_scaler(**kwargs)
+        off = {} if self.amp_enabled else {"enabled": False}
+        self.grad_scaler_ = self.grad_scaler(**kwargs | off)
         return self
 
     def _policy(self):
@@ -112,7 +111,7 @@ class MixedPrecisionMixin:
             masters, scaler = Masters(model, policy), self.grad_scaler_
             for opt in optimizers:
                 if scaler.is_enabled():
-                    ScaledStep(opt, masters, scaler, scaler)
+                    ScaledStep(opt, masters, scaler)
                 else:
                     MasterStep(opt, masters)
 

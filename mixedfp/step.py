@@ -7,22 +7,24 @@ __all__ = ['guard_of', 'MasterStep', 'MixedTraining']
 
 # %% ../nbs/08_step.ipynb #b39ae6ea
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import torch_private as private
-from .cast import Policy
+from .cast import Policy, is_castable
 from .engine.flat import ChunkLoop, as_own_storage, lay_out
 from .engine.masters import Masters
 from .engine.optimizers import core_of, grads_of, is_elementwise, is_fused, param_lists
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import warn_once
-from .scaler import Flag, LossScaler, Verdict
+from .scaler import Late, LossScaler, attributes
 from .sharded import check_settings, has_shards, sharded_modules
 
 # %% ../nbs/08_step.ipynb #190bbcfc
@@ -49,56 +51,44 @@ class MasterStep:
         self,
         opt: Any,  # a torch.optim or fastai optimizer over parameters of the model
         masters: Masters,  # of the model
-        scaler: LossScaler | None = None,  # saved with it
-        guard: LossScaler | None = None,  # decides on each step; default: `guard_of`
+        guard: LossScaler | None = None,  # decides on each step, saved with it; or `guard_of`
     ):
         self.opt, self.core, self.masters = opt, core_of(opt), masters
-        policy = masters.policy
-        self.is_half = policy.dtype.itemsize == 2
-        self.is_removed = False
-        self.scaler = scaler if scaler is not None and scaler.state_dict() else None
+        self.guard = guard_of(masters.policy) if guard is None else guard
+        self.decided_by = self.guard  # which a scaler that steps the optimizer replaces
+        self.is_removed, self.hook = False, None
         self.before: dict[str, Any] = {}  # the replaced attributes
-        self.loop = self._make_loop(policy)
-        if self.loop is not None:
-            self._install(joined_grads=self.loop.grads)
+        self.loop = self._make_loop(masters.policy)
         self.raw = {k: getattr(self.core, k) for k in ("step", "state_dict", "load_state_dict")}
         # a fused kernel skips by itself, so the host need not read what was found
         takes_flag = self.loop is None or self.loop.takes_all
         self.skips_itself = takes_flag and private.unscales_by_itself(self.core)
-        self._install(masters=masters, master_step=self, skip_step=self.skip_step)
+        self._install(masters=masters, master_step=self, skip_step=self.skip)
         self._install(__reduce_ex__=self._reduce)
-        # while the optimizer's own `step` stays: a scaler may skip the next one
-        is_torch = isinstance(self.core, torch.optim.Optimizer)
-        self.hook = self.core.register_step_post_hook(lambda *_: self._end()) if is_torch else None
-        if self.loop is not None or self.scaler is not None:
+        if self.loop is not None:
+            self._install(joined_grads=self.loop.grads)
+        if self.loop is not None or self.guard.state_dict():
             self._install(state_dict=self.state_dict, load_state_dict=self.load_state_dict)
-        self.guard = guard_of(policy) if guard is None else guard
-        is_guarded = self.guard.is_enabled() or policy.dtype == torch.float16
-        if is_guarded or self.loop is not None:  # else the optimizer's own step stays
-            self._remove_hook()
-            self._install(step=_bound(self.core, self.step))
-            if self.is_half:
-                self._install(_step_supports_amp_scaling=True)
+        is_fp16 = masters.policy.dtype == torch.float16
+        if self.guard.is_enabled() or self.loop is not None or is_fp16:
+            self._install(step=_bound(self.core, self.step), _step_supports_amp_scaling=True)
+        elif isinstance(self.core, torch.optim.Optimizer):  # a scaler may skip the next step
+            self.hook = self.core.register_step_post_hook(lambda *_: self._end())
         masters.steps.append(self)
 
     def _make_loop(self, policy):
-        takes_chunks = policy.flat_master and self._takes_chunks(policy)
-        for name in ("state_dtype", "half_grads"):
-            if getattr(policy, name) and not takes_chunks:
-                raise MixedPrecisionError(
-                    f"{name} needs an optimizer that is stepped in chunks, such as AdamW or SGD: "
-                    f"{type(self.core).__name__} is stepped one parameter at a time"
-                )
+        kinds = {p.device.type for ps in param_lists(self.core) for p in ps}
+        needs = [name for name in ("state_dtype", "half_grads") if getattr(policy, name)]
+        is_exact = not is_fused(self.core) or kinds.isdisjoint(_UNEVEN)
+        takes_chunks = policy.flat_master and is_elementwise(self.core) and (is_exact or needs)
+        if needs and not takes_chunks:
+            raise MixedPrecisionError(
+                f"{needs[0]} needs an optimizer that is stepped in chunks, such as AdamW or SGD: "
+                f"{type(self.core).__name__} is stepped one parameter at a time"
+            )
         if policy.flat_master:
             lay_out(self.masters, self.core)
         return ChunkLoop(self.core, self.masters) if takes_chunks else None
-
-    def _takes_chunks(self, policy):
-        "Return whether the optimizer is stepped in chunks."
-        kinds = {p.device.type for ps in param_lists(self.core) for p in ps}
-        is_exact = not is_fused(self.core) or kinds.isdisjoint(_UNEVEN)
-        needs_chunks = policy.half_grads or policy.state_dtype
-        return is_elementwise(self.core) and bool(is_exact or needs_chunks)
 
     def _install(self, **new):
         "Replace attributes of the optimizer until `remove`."
@@ -106,14 +96,11 @@ class MasterStep:
         self.before.update({k: own.get(k) for k in new})
         own.update(new)
 
-    def _remove_hook(self):
-        if self.hook is not None:
-            self.hook.remove()
-
     def remove(self) -> None:
         "Restore the optimizer's own methods; its states become separate tensors."
         own, self.is_removed = vars(self.core), True
-        self._remove_hook()
+        if self.hook is not None:
+            self.hook.remove()
         for name, value in self.before.items():
             # a schedule may have wrapped `step`, which goes on to call ours
             if name != "step" or getattr(own.get("step"), "__self__", None) is self.core:
@@ -140,98 +127,70 @@ class MasterStep:
                 "a step inside computing(model) or a forward pass would leave the 16-bit copies "
                 "as they are: end the block before the step"
             )
-        is_sam = closure is not None and hasattr(self.core, "first_step")
-        if is_sam or isinstance(self.core, torch.optim.LBFGS):
-            raise self._calls_again()
         if closure is None:
             return self._step()
+        wanted = signature(self.raw["step"]).parameters.get("closure")
+        if hasattr(self.core, "first_step") or wanted and wanted.default is not None:  # SAM; LBFGS
+            raise MixedPrecisionError(
+                f"{type(self.core).__name__} calls its closure by itself, so a step cannot be "
+                "skipped: train in bfloat16 with skip_nonfinite=False"
+            )
         with torch.enable_grad():
             loss = closure()
-        results = [loss]  # some optimizers use it
-
-        def once():
-            if not results:
-                raise self._calls_again()
-            return results.pop()
-
-        self._step(once)
+        self._step()
         return loss
 
-    def _calls_again(self):
-        return MixedPrecisionError(
-            f"{type(self.core).__name__} calls its closure several times, so a step cannot be "
-            "skipped: train in bfloat16 with skip_nonfinite=False"
-        )
-
-    def _step(self, *closure):
+    def _step(self):
         private.count_as_stepped(self.core)
-        given, guard = vars(self.core), self.guard
-        scaler = given.get("found_by", guard)  # a `LossScaler` that steps this optimizer, if any
-        if "found_by" not in given and given.get("found_inf") is not None:  # by a `GradScaler`
-            found: Any = self.read(Flag(given["found_inf"]))
-            is_left = given.get("grad_scale") is None or isinstance(found, Flag)  # to the kernel
-            inv_scale = None if is_left else 1 / float(given["grad_scale"])
-            done = self._step_once(Verdict(found, inv_scale), closure)
-            guard.count([found])
-            guard.stop_if_hopeless(self.core)
-            return done
-        known = scaler.known_of(self.core)  # scaled: the loss was another optimizer's, too
-        is_scaled = isinstance(known.scale, Tensor) or known.scale != 1
-        is_alone = not scaler.n_scaled and known.found is None and not is_scaled
+        told = vars(self.core)
+        self.decided_by = by = told.get("found_by", self.guard)  # a `LossScaler`
+        is_told = "found_by" not in told and told.get("found_inf") is not None  # by a `GradScaler`
+        known = by.known_of(self.core)  # scaled: another optimizer has stepped after the same loss
+        is_known = by.n_scaled > 0 or known.found_inf is not None or known.inv_scale is not None
+        is_alone = not is_told and not is_known
+        if is_told:
+            scale = 1.0 if told.get("grad_scale") is None else told["grad_scale"]
+            by.used = math.nan
+            by.adopt(self.core, scale, Late(told["found_inf"]))
         if is_alone:
-            scaler.open(self.core)
-            if self.masters.policy.dtype == torch.float16 and scaler.only_checks:
+            by.used = 1.0
+            by.adopt(self.core)
+            if self.masters.policy.dtype == torch.float16 and by.only_checks:
                 warn_once(_NO_SCALE)
-        verdict = scaler.look(self.core)
-        verdict = verdict._replace(found_inf=self.read(verdict.found_inf))
-        done = self._step_once(verdict, closure)
-        if is_alone:
-            guard.update()
-        if scaler is not guard:
-            guard.count([verdict.found_inf])
+        known = by.look(self.core)
+        done = self._step_or_skip(known, self._read(known.found_inf))
+        if is_told or is_alone:
+            by.update()
+            by.adopt(self.core)
         return done
 
-    def skip_step(self, scaler: LossScaler) -> None:
-        "Skip a step, as `scaler` has decided."
-        if scaler is not self.guard:
-            self.guard.count([True])
-        self.skip()
-
-    def look(self) -> bool | Flag:  # True: call `skip` instead of `step`
+    def look(self) -> bool | Late:  # True: call `skip` instead of `step`
         "Let the guard unscale and check the gradients; nothing is read if a fused kernel may skip."
-        return self.read(self.guard.look(self.core).found_inf)
+        return self._read(self.guard.look(self.core).found_inf)
 
-    def read(self, found: Any) -> bool | Flag:
+    def _read(self, found):
         "Read what was found, unless the optimizer's kernel skips by itself."
-        is_read = not self.skips_itself or not isinstance(found, Flag) or found.is_on_host
-        return bool(found) if is_read else found
+        is_late = found is not None and self.skips_itself and not found.is_on_host
+        return found if is_late else bool(found)
 
-    def _step_once(self, verdict, closure):
-        "Step, unless gradients are nonfinite; a kernel that gets a flag decides by itself."
-        found, inv_scale = verdict
-        is_flag, own = isinstance(found, Flag), vars(self.core)
-        if not is_flag and found:
-            return self.skip()
-        told = {k: own[k] for k in ("grad_scale", "found_inf") if k in own}  # by a scaler
-        given = dict.fromkeys(told)  # the gradients must not be unscaled again
-        if is_flag:
-            given = {"grad_scale": None, **told, "found_inf": found.on_device}
-            inv_scale = None
-        elif inv_scale is not None and not self.masters.policy.half_grads:
-            torch._foreach_mul_(grads_of(self.core), inv_scale)
-            inv_scale = None
+    def _step_or_skip(self, known, found):
+        "Step, unless gradients are nonfinite; a kernel decides by itself about what is not read."
+        given, inv_scale = {"grad_scale": None, "found_inf": None}, None
+        if found is True:
+            return self.skip(self.decided_by)
+        if found is not False:
+            given = known.for_kernel()
+        elif self.masters.policy.half_grads:
+            inv_scale = known.inv_scale
+        elif known.inv_scale is not None:
+            torch._foreach_mul_(grads_of(self.core), known.inv_scale)
         if self.loop is not None:
             done = self._step_chunks(inv_scale, given)
         else:
-            own.update(given)
-            try:
-                done = self.raw["step"](*closure)
-            finally:
-                for k in given:
-                    own.pop(k, None)
-                own.update(told)
-        if is_flag:
-            self.masters.snapshot.restore(self._own_params(), found.on_device)
+            with attributes(self.core, **given):
+                done = self.raw["step"]()
+        if found is not False:
+            self._restore(found.value)
         self._end()
         return done
 
@@ -244,15 +203,17 @@ class MasterStep:
         for hook in after:
             hook(self.core, (), {})
 
-    def skip(self) -> None:
+    def skip(self, scaler: LossScaler | None = None) -> None:  # which has decided; None: the guard
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
+        self.decided_by = scaler or self.guard
         private.count_as_stepped(self.core)
-        self.masters.snapshot.restore(self._own_params())
+        self._restore()
 
-    def _own_params(self):
-        "Return the parameters, or None if no other optimizer steps the model."
+    def _restore(self, flag=None):
+        "Restore the buffers; if other optimizers step the model, too, those of own modules."
         is_alone = len(self.masters.steps) == 1
-        return None if is_alone else {p for ps in param_lists(self.core) for p in ps}
+        own = None if is_alone else {p for ps in param_lists(self.core) for p in ps}
+        self.masters.snapshot.restore(own, flag)
 
     def _end(self):
         self.masters.snapshot.end(len(self.masters.steps))
@@ -260,40 +221,38 @@ class MasterStep:
     # --- files and copies ---
 
     def _exported(self, state):
+        "Return the state of a parameter, in float32, with a storage that contains nothing else."
         if self.loop is None:
-            return {}
+            return state
         values = {k: self.loop.export(k, v) for k, v in state.items()}
         return {k: as_own_storage(v) if isinstance(v, Tensor) else v for k, v in values.items()}
 
     def state_dict(self) -> dict:
         "Return the optimizer's state for each parameter of the model, in float32."
-        found = self.raw["state_dict"]()
-        if self.scaler is not None:
-            found = found | {"loss_scale": self.scaler.state_dict()}
-        if self.loop is None:
-            return found
-        states = found["state"]
-        if isinstance(states, Mapping):
-            exported = {k: {**s, **self._exported(s)} for k, s in sorted(states.items())}
-            return {**found, "state": exported}
-        return {**found, "state": [{**s, **self._exported(s)} for s in states]}
+        found = dict(self.raw["state_dict"]())
+        if self.loop is not None and isinstance(found["state"], Mapping):
+            found["state"] = {k: self._exported(s) for k, s in sorted(found["state"].items())}
+        elif self.loop is not None:
+            found["state"] = list(map(self._exported, found["state"]))
+        scale = self.guard.state_dict()
+        return found | {"loss_scale": scale} if scale else found
 
     def load_state_dict(self, state_dict: dict) -> None:
         "Load a state saved in any precision and layout. Raises: as the optimizer does."
         state = dict(state_dict)
         scale = state.pop("loss_scale", None)
-        if self.scaler is not None and scale:
-            self.scaler.check_state(scale)
+        if scale:
+            self.guard.check_state(scale)
         self.raw["load_state_dict"](state)
-        if self.scaler is not None and scale:
-            self.scaler.load_state_dict(scale)
+        if scale:
+            self.guard.load_state_dict(scale)
 
     def _reduce(self, protocol):
         "Return the reduction to a plain optimizer, for copies and pickles."
         make, args, state, *rest = type(self.core).__reduce_ex__(self.core, protocol)  # pyright: ignore
         state = {k: v for k, v in state.items() if k not in self.before}
         if "state" in state:  # fastai's Lookahead shares the inner optimizer's
-            states = {p: {**s, **self._exported(s)} for p, s in state["state"].items()}
+            states = {p: self._exported(s) for p, s in state["state"].items()}
             state["state"] = defaultdict(dict, states)
         return make, args, state, *rest
 
@@ -334,30 +293,14 @@ class MixedTraining:
         scaler: LossScaler | None = None,  # default: dynamic for float16, else one that only checks
         layer_scales: Mapping[str, float] | None = None,  # by layer name
     ):
-        if not isinstance(scaler, LossScaler | None):
-            raise TypeError(f"`scaler` is {scaler!r}: expected a mixedfp.scaler.LossScaler or None")
         if getattr(scaler, "layers", None) is not None:
             raise ValueError("`scaler` already has `layers`: pass their scales as layer_scales=")
-        if not isinstance(layer_scales, Mapping | None):
-            raise TypeError(f"`layer_scales` is {layer_scales!r}: expected a dict or None")
         self.policy, self.layer_scales = policy, layer_scales
         if scaler is None:
             scaler = LossScaler() if policy.dtype == torch.float16 else guard_of(policy)
         self.scaler = scaler
-        self._masters: Masters | None = None
+        self.masters: Any = None  # a `Masters` while a model is attached
         self.opt: Any = None  # a `MasterStep` after `wrap`
-
-    @property
-    def is_attached(self) -> bool:
-        "Whether a model with masters is attached."
-        return self._masters is not None
-
-    @property
-    def masters(self) -> Masters:
-        "The master weights and their 16-bit copies. Raises: MixedPrecisionError before `attach`."
-        if self._masters is None:
-            raise MixedPrecisionError("no model is attached: call `attach` first")
-        return self._masters
 
     def attach(
         self,
@@ -365,25 +308,24 @@ class MixedTraining:
     ) -> None:
         "Make `model` compute in 16 bits, or take its changes up. Raises: as `Masters`."
         model = private.unwrapped(model)
-        if self._masters is not None and not self._has(model):
-            self.detach()
+        if self.masters is not None:
+            params = () if has_shards(model) else filter(is_castable, model.parameters())
+            if self.masters.model is not model or set(self.masters.params) != set(params):
+                self.detach()
         for m in sharded_modules(model).values():
             m.reshard()  # validation leaves the root module's own parameters gathered
-        if self._masters is None:
+        if self.masters is None:
             if has_shards(model):
                 check_settings(self.policy, self.layer_scales)
             layers = None
             if self.layer_scales is not None and self.scaler.is_enabled():
                 layers = LayerwiseGradientScaler(model, self.layer_scales)
                 layers.in_passes = True
-            self._masters = Masters(model, self.policy, layers)
+            self.masters = Masters(model, self.policy, layers)
             self.scaler.layers = layers
         if self.scaler.layers is not None and not self.scaler.layers.is_scaling:
             self.scaler.layers.scale()
-        self._masters.snapshot.save()
-
-    def _has(self, model):
-        return self.masters.model is model and set(self.masters.params) == set(_floats(model))
+        self.masters.snapshot.save()
 
     def wrap(
         self,
@@ -395,26 +337,20 @@ class MixedTraining:
                 self.scaler.release(self.opt.core)
                 self.opt.remove()
             self.opt = None
-            self.opt = MasterStep(opt, self.masters, self.scaler, self.scaler)
+            self.opt = MasterStep(opt, self.masters, self.scaler)
             self.scaler.adopt(self.opt.core)
         return self.opt
 
     def detach(self) -> None:
         "Restore the model and optimizer to float32; the weights equal the masters, bit for bit."
-        if self._masters is not None:
+        if self.masters is not None:
             if self.opt is not None:  # gradients of an unfinished accumulation may exist
                 self.scaler.release(self.opt.core)
-            masters, self._masters = self._masters, None
-            masters.restore()
-            self.opt = self.scaler.layers = None
+            self.masters.restore()
+            self.masters = self.opt = self.scaler.layers = None
 
     def __getstate__(self) -> dict:
         """Return the state for a copy or pickle, without the model: a copy attaches to its own."""
         scaler = copy.copy(self.scaler)
         scaler.layers = None
-        return vars(self) | dict(scaler=scaler, _masters=None, opt=None)
-
-
-def _floats(model):
-    params = () if has_shards(model) else model.parameters()
-    return [p for p in params if p.is_floating_point() and p.itemsize > 1]
+        return vars(self) | dict(scaler=scaler, masters=None, opt=None)

@@ -41,9 +41,8 @@ class _Setup:
 
     def attach(self, model, optimizer=None):
         "Make `model` compute in 16 bits, and `optimizer` skip steps with inf or nan."
-        masters = masters_of(model)
-        if masters is not None and masters.params and has_shards(model):  # Fabric sharded it later
-            masters.restore()
+        if (masters := masters_of(model)) and masters.params and has_shards(model):
+            masters.restore()  # Fabric has sharded it since
         if optimizer is not None:
             with_masters(model, optimizer, **vars(self.policy))
         elif masters_of(model) is None and any(p.requires_grad for p in model.parameters()):
@@ -92,8 +91,7 @@ class MastersPrecision:
     ) -> Any:
         """Return a plugin for whichever of Lightning's packages are imported."""
         names = [name for name in _PACKAGES if name in sys.modules] or _PACKAGES[:1]
-        found = [importlib.import_module(f"{name}.plugins.precision.precision") for name in names]
-        bases = [module.Precision for module in found]
+        bases = [importlib.import_module(f"{name}.plugins").precision.Precision for name in names]
         self: Any = object.__new__(type(cls.__name__, (cls, *bases), {}))
         self.setup = _Setup(dtype, scaler, kwargs)
         self.scaler = self.setup.scaler
@@ -188,10 +186,10 @@ class MastersPrecision:
         self._attach(optimizer)  # Fabric passes it here with its first step
         done = self.hooks.optimizer_step(self, optimizer, *args, **kwargs)
         self.scaler.update()
-        model = kwargs.get("model")  # of a `Trainer`; Fabric passes none
-        if model is not None and model.trainer.global_step % model.trainer.log_every_n_steps == 0:
-            for logger in model.trainer.loggers if self.logs else ():
-                logger.log_metrics(self.logs, step=model.trainer.global_step)
+        trainer = kwargs["model"].trainer if "model" in kwargs else None  # of Lightning, not Fabric
+        if trainer is not None and trainer.global_step % trainer.log_every_n_steps == 0:
+            for logger in trainer.loggers if self.logs else ():
+                logger.log_metrics(self.logs, step=trainer.global_step)
         return done
 
     def state_dict(self) -> dict:
@@ -252,8 +250,7 @@ class _Trainer:
 
     def log(self, logs: dict, *args: Any, **kwargs: Any) -> None:
         "Log the loss scale and the number of skipped steps together with the loss."
-        own = self.accelerator
-        more = own.setup.logs(own._models) if "loss" in logs else {}
+        more = self.accelerator.setup.logs(self.accelerator._models) if "loss" in logs else {}
         super().log({**logs, **more}, *args, **kwargs)  # pyright: ignore
 
     def _load_scaler(self, checkpoint):
@@ -265,7 +262,7 @@ class _Trainer:
         with computing(self.model):
             return super().prediction_step(*args, **kwargs)  # pyright: ignore
 
-# %% ../nbs/15_trainers.ipynb #f15a002a
+
 @delegates(with_masters)
 def use_masters(
     trainer: Any,  # a Hugging Face `Trainer` or an `Accelerator` that has not started
@@ -323,5 +320,4 @@ def _give(accelerator, setup):
 def _extend(trainer, kind):
     "Override the methods of `trainer` with those of `kind`."
     if not isinstance(trainer, kind):
-        cls = type(trainer)
-        trainer.__class__ = type(cls.__name__, (kind, cls), {})
+        trainer.__class__ = type(type(trainer).__name__, (kind, type(trainer)), {})

@@ -26,6 +26,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from workflows import FITS, LOOPS
 
 import mixedfp
+from mixedfp import scaler as scalers
+from mixedfp import step as steps
 from mixedfp.callback import MixedPrecision
 from mixedfp.engine.forward import part_of
 from mixedfp.optimizer import with_masters
@@ -97,6 +99,31 @@ LAYOUTS = {
     "16_bit_states": dict(flat_master=True),  # and `state_dtype`, see `settings`
 }
 DTYPES = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
+
+
+def read_late(monkeypatch):
+    """Take this CPU's checks for a GPU's, which nobody has read; return those that are waited for.
+
+    `DummyEvent` is over once somebody has waited for it.
+    """
+    waits = []
+
+    class DummyEvent:
+        def query(self):
+            return self in waits
+
+        def synchronize(self):
+            waits.extend([] if self in waits else [self])
+
+    class Late(scalers.Late):
+        def __init__(self, value):
+            super().__init__(value)
+            self.copy, self.event = value.clone(), DummyEvent()
+
+    for module in (scalers, steps):
+        monkeypatch.setattr(module, "Late", Late)
+    monkeypatch.setattr(scalers, "READS_ON", set())
+    return waits
 
 
 @contextmanager

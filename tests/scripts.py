@@ -25,11 +25,11 @@ from mixedfp.testing import assert_same
 
 
 class Run:
-    """A script under way, in "float32", with "masters" or "flat" ones."""
+    """A script under way, in "float32", under "autocast", with "masters" or "flat" ones."""
 
     def __init__(self, kind, dtype=torch.bfloat16, steps=None, save=None, resume=None):
         self.kind, self.dtype, self.n_steps = kind, dtype, steps
-        self.is_mixed, self.save, self.resume = kind != "float32", save, resume
+        self.is_mixed, self.save, self.resume = kind in ("masters", "flat"), save, resume
 
     def give(self, model, *opts):
         """The first line that changes."""
@@ -39,7 +39,7 @@ class Run:
     def begin(self, model, **parts):
         """Both lines; load what a killed run has saved of the model and the other parts."""
         self.give(model, *(p for p in parts.values() if isinstance(p, torch.optim.Optimizer)))
-        is_on = self.is_mixed and self.dtype == torch.float16
+        is_on = self.kind != "float32" and self.dtype == torch.float16
         scaler = LossScaler if self.is_mixed else GradScaler
         self.scaler = scaler("cpu", init_scale=1024.0, enabled=is_on)
         self.parts, self.first = dict(parts, model=model, scaler=self.scaler), 0
@@ -52,7 +52,10 @@ class Run:
     def steps(self, n):
         """Yield the numbers of the steps, then save."""
         n = n if self.n_steps is None else self.n_steps
-        yield from range(self.first, n)
+        is_on = self.kind == "autocast"
+        for step in range(self.first, n):
+            with torch.autocast("cpu", self.dtype, is_on, cache_enabled=False):
+                yield step
         if self.save is not None:
             states = {k: v.state_dict() for k, v in self.parts.items()}
             torch.save({"step": n} | states, self.save)

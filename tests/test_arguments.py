@@ -17,9 +17,9 @@ SGD = torch.optim.SGD(NET.parameters(), 0.1)
 MISTAKES = {
     "swapped": ((SGD, NET), "`model` is a SGD: expected a module, then its optimizers"),
     "generator first": ((NET.parameters(), SGD), "`model` is a generator: expected a module"),
-    "generator": ((NET, NET.parameters()), "`optimizer` is a generator: expected a torch.optim"),
-    "list": ((NET, [SGD]), "`optimizer` is a list: expected a torch.optim optimizer"),
-    "no optimizer": ((NET,), "no optimizer is given"),
+    "generator": ((NET, NET.parameters()), "after the model, got generator"),
+    "list": ((NET, [SGD]), "after the model, got list"),
+    "no optimizer": ((NET,), "after the model, got none"),
 }
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from laws import read_late
 from torch import nn
 from torch.amp import GradScaler
 
@@ -40,7 +41,7 @@ class Net(nn.Module):
 def fused_like_a_gpu(monkeypatch):
     """Take the fused kernels of this CPU for a GPU's: they may skip, and step whole runs."""
     monkeypatch.setattr(step, "_UNEVEN", set())
-    monkeypatch.setattr(scalers, "READS_ON", set())
+    read_late(monkeypatch)
 
 
 def train(opt, flat, dtype="bf16", kind="guard", change=lambda i, model, opt: None, **settings):
@@ -75,8 +76,8 @@ def test_a_fused_optimizer_steps_whole_runs_with_the_same_bits(kind, name, dtype
 
 def test_gradients_are_checked_as_few_tensors(monkeypatch):
     seen = []
-    flags = scalers._flags
-    monkeypatch.setattr(scalers, "_flags", lambda g, f: seen.append(len(g)) or flags(g, f))
+    check = scalers.any_nonfinite
+    monkeypatch.setattr(scalers, "any_nonfinite", lambda g, f: seen.append(len(g)) or check(g, f))
     _, opt = train(lambda ps: torch.optim.SGD(ps, 0.1), True)
     n_params = len(list(opt.masters.model.parameters()))
     assert set(seen) == {len(opt.master_step.loop.grads())} and seen[0] < n_params

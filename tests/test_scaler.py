@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.layerwise import LayerwiseGradientScaler
-from mixedfp.scaler import LossScaler, any_nonfinite, is_finite, nonfinite_names
+from mixedfp.scaler import LossScaler, any_nonfinite, nonfinite_names
 from mixedfp.testing import assert_same
 
 INF, NAN = math.inf, math.nan
@@ -96,19 +96,6 @@ def test_error_after_max_skips_in_a_row(overflows, max_skips):
     assert w.isfinite().all()
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_new_scale(dynamic):
-    for new in (8, 8.0, torch.tensor(8.0), 2.0**30):
-        scaler, (w, opt) = LossScaler(dynamic=dynamic, growth_interval=1), make()
-        with pytest.raises(ValueError, match="new_scale"):
-            scaler.update(0.0)
-        scaler.update(new)
-        first = min(float(new), 2.0**24) if dynamic else float(new)
-        iterate(scaler, w, opt, INF)
-        iterate(scaler, w, opt)
-        assert scaler.scales == ([first, first / 2] if dynamic else [first, first])
-
-
 def test_settings():
     wrong = dict(init_scale=["512", 0.5, 1e39], min_scale=[0, 2.0**30], growth_factor=[1, None])
     wrong |= dict(backoff_factor=[1.0, 0], growth_interval=[2.5], max_skips=[0], enabled=["no"])
@@ -133,7 +120,7 @@ def test_disabled_passes_everything_through():
     assert iterate(scaler, w, opt, INF) is True and not w.isfinite().any()
     scaler.unscale_(opt)
     scaler.release(opt)
-    assert not bool(scaler.known_of(opt).found)
+    assert not bool(scaler.known_of(opt).found_inf)
     assert scaler.get_scale() == 1.0 and scaler.state_dict() == {} and scaler.scales == []
     scaler.load_state_dict({})
 
@@ -156,22 +143,22 @@ def test_gradients_of_any_kind(kind, value):
     scaler.scale(torch.zeros(()))
     for p, g in zip(params, grads, strict=True):
         p.grad = g.clone()
-    assert any_nonfinite(grads) is (value != 4.0) and is_finite(grads[1]) is (value == 4.0)
+    assert bool(any_nonfinite(grads)) is (value != 4.0)
     scaler.unscale_(opt)
     assert_same(params[0].grad, grads[0] / 4)
     if value == 4.0:
         assert_same(params[1].grad.to_dense(), grads[1].to_dense() / 4)
     names = [] if value == 4.0 else ["parameter 1 of group 0, shape (4,)"]
     assert nonfinite_names(opt) == names
-    assert bool(scaler.known_of(opt).found) is (value != 4.0)
+    assert bool(scaler.known_of(opt).found_inf) is (value != 4.0)
     assert scaler.step(opt) is (value == 4.0)
 
 
 def test_float16_gradients_are_refused():
     w = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    opt, scaler = torch.optim.SGD([("head.bias", w)], lr=1.0), LossScaler("cpu", 8.0)
+    opt, scaler = torch.optim.SGD([w], lr=1.0), LossScaler("cpu", 8.0)
     scaler.scale(w.sum()).backward()
-    with pytest.raises(ValueError, match=r"gradients in float16, of head.bias:.* float32 masters"):
+    with pytest.raises(ValueError, match="gradients in float16: .* float32 masters"):
         scaler.step(opt)
     assert w.grad.tolist() == [8.0, 8.0]
 
@@ -290,20 +277,6 @@ def test_gradients_are_brought_to_the_scale_of_the_loss_that_is_added():
     scaler.scale(other.sum()).backward()
     scaler.release(other_opt)
     assert other.grad.tolist() == [4.0] * 2
-
-
-def test_an_optimizer_that_accumulates_before_its_first_step_is_adopted():
-    scaler, (w, opt), (v, rare) = LossScaler("cpu", 8.0, growth_interval=1), make(), make()
-    scaler.adopt(rare)
-    for i in range(4):
-        opt.zero_grad()
-        scaler.scale(w.sum() + v.sum()).backward()
-        scaler.step(opt)
-        if i % 2:
-            scaler.step(rare)
-            rare.zero_grad()
-        scaler.update()
-    assert w.tolist() == v.tolist() == [-4.0] * 2
 
 
 @pytest.mark.parametrize("keeps_gradients", [False, True])

@@ -51,7 +51,7 @@ def verdict(mesh, rank, names, spoiled, where, value):
     scaler.scale(torch.zeros(()))
     scaler.unscale_(opt)
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
-    return bool(scaler.known_of(opt).found), [g.flatten()[0].item() for g in grads]
+    return bool(scaler.known_of(opt).found_inf), [g.flatten()[0].item() for g in grads]
 
 
 def partial_sum(mesh):
@@ -62,7 +62,7 @@ def partial_sum(mesh):
     opt, scaler = torch.optim.SGD([p], lr=1.0), LossScaler("cpu", 1.0)
     scaler.scale(torch.zeros(()))
     scaler.unscale_(opt)
-    return bool(scaler.known_of(opt).found)
+    return bool(scaler.known_of(opt).found_inf)
 
 
 def net():

@@ -1,7 +1,7 @@
 """The check as a number on the device: what the host reads late, or never, changes no result.
 
-On a CPU the number could be read at once. These tests treat it as a GPU's: `Late` flags are not
-ready until somebody waits for them, and each wait is counted.
+On a CPU the number could be read at once. These tests treat it as a GPU's: it is not ready until
+somebody waits for it, and each wait is counted.
 """
 
 import copy
@@ -12,6 +12,7 @@ import pytest
 import torch
 from fastai.basics import DataLoaders, Learner
 from fastai.optimizer import OptimWrapper
+from laws import read_late
 from torch import nn
 from torch.amp import GradScaler
 
@@ -33,25 +34,8 @@ X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def late(monkeypatch):
-    """Let no flag be ready before somebody waits; return the list of waits."""
-    waits = []
-    read = scalers.Flag.__bool__
-
-    def is_ready(self):
-        return getattr(self, "is_read", False)
-
-    def wait(self):
-        if not is_ready(self):
-            waits.append(self)
-            self.is_read = True
-        return read(self)
-
-    monkeypatch.setattr(scalers.Flag, "is_ready", is_ready)
-    monkeypatch.setattr(scalers.Flag, "__bool__", wait)
-    monkeypatch.setattr(scalers, "READS_ON", scalers.READS_ON)
-    scalers.READS_ON.discard("cpu")
-    yield waits
-    scalers.READS_ON.add("cpu")
+    """Let no number be ready before somebody waits; return the list of waits."""
+    return read_late(monkeypatch)
 
 
 def net():
@@ -113,36 +97,15 @@ def test_with_a_fused_optimizer_the_host_waits_for_nothing(kind, dtype, late):
         scaler.update()
     assert not late
     if kind != "guard":
-        assert done and len(late) == 1
+        assert done is True
         assert scaler.n_skipped == 3 and scaler.n_steps == len(FACTORS)
-        assert len(late) == len(FACTORS)
+        assert len(late) == 2 * len(FACTORS)  # and the scales
 
 
-def test_an_optimizer_that_is_not_fused_reads_one_number(late):
+def test_an_optimizer_that_is_not_fused_reads_one_number(late, monkeypatch):
+    monkeypatch.setattr(scalers, "READS_ON", {"cpu"})  # what was read determines the scale
     train("LossScaler", "bf16", "SGD", fused=False)
     assert len(late) == len(FACTORS)
-
-
-@dtypes
-def test_clipping_and_accumulation_see_true_gradients(dtype, request):
-    def train():
-        model = net()
-        opt = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-        with_masters(model, opt, dtype=dtype)
-        scaler, norms = LossScaler("cpu", growth_interval=1, init_scale=4.0), []
-        for i, factor in enumerate(FACTORS):
-            scaler.scale(model(X).float().square().mean() * factor).backward()
-            if i % 2:
-                scaler.unscale_(opt)
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
-                scaler.step(opt)
-                opt.zero_grad()
-            scaler.update()  # also between the two batches: nothing was checked
-        return norms, model.state_dict(), scaler.scales
-
-    at_once = train()
-    request.getfixturevalue("late")
-    assert_same(train(), at_once)
 
 
 def test_skips_in_a_row_stop_the_training_once_the_host_knows(late):
@@ -154,8 +117,8 @@ def test_skips_in_a_row_stop_the_training_once_the_host_knows(late):
             opt.zero_grad()
             (model(X).sum() * math.nan).backward()
             opt.step()
-            for flag, *_ in opt.master_step.guard._pending[:-1]:  # ready one step later
-                bool(flag[0])
+            for found, _ in opt.master_step.guard._pending[:-1]:  # ready one step later
+                bool(found[0])
 
 
 def test_a_learner_finds_the_batch_that_was_skipped(late):
@@ -218,32 +181,6 @@ def test_only_buffers_that_change_are_copied_and_restored(fused, late, monkeypat
     assert copied and max(t.numel() for t in copied) < 512
 
 
-@dtypes
-@pytest.mark.parametrize("half", [False, True])
-def test_a_closure_of_a_flat_optimizer_is_the_step_without_one(dtype, half):
-    """It is called once, before the step."""
-
-    def train(with_closure):
-        model = net()
-        opt = torch.optim.AdamW(model.parameters(), 0.01)
-        with_masters(model, opt, dtype=dtype, flat_master=True, half_grads=half)
-        for factor in FACTORS:
-
-            def closure(factor=factor):
-                opt.zero_grad()
-                loss = model(X).float().square().mean() * factor
-                loss.backward()
-                return loss
-
-            if not with_closure:
-                closure()
-            opt.step(*([closure] if with_closure else []))
-        assert opt.masters.skipped == [1, 5, 6]
-        return [model.state_dict(), opt.state_dict()["state"]]
-
-    assert_same(train(True), train(False))
-
-
 @pytest.mark.parametrize("flat", [None, False, True], ids=["plain", "each", "flat"])
 @pytest.mark.parametrize("kind", [LossScaler, GradScaler])
 def test_step_hooks_get_true_gradients_and_float32_parameters(kind, flat):
@@ -281,65 +218,70 @@ def test_an_error_of_the_users_keeps_its_class_and_attributes():
     assert e.value.code == 7
 
 
-@pytest.mark.parametrize("found", [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], ids=str)
-def test_the_scale_ahead_counts_a_step_that_is_ready_before_an_earlier_one(found, late):
-    scaler = LossScaler("cpu", 2.0**10, growth_interval=1)
-    flags = [scalers.Flag(torch.tensor(value)) for value in found]
-    scaler.count([flags[0]], 2.0**10)
-    flags[1].is_read = True  # of another device
-    scaler.count([flags[1]], 2.0**10)
-    ahead = scaler.scale(torch.ones(()))
-    assert not late and ahead == scaler.get_scale() == float(scaler.used)
-    assert len(late) == 1
-
-
-@pytest.mark.parametrize("found", [(1.0, 0.0), (0.0, 1.0)], ids=str)
-def test_one_of_two_optimizers_that_overflows_lowers_the_scale_ahead(found, late):
-    scaler = LossScaler("cpu", 2.0**10)
-    scaler.count([scalers.Flag(torch.tensor(value)) for value in found], 2.0**10)
-    assert scaler.scale(torch.ones(())) == 2.0**9 and not late
-    assert scaler.get_scale() == 2.0**9
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_of_a_scaler_that_is_ahead_knows_the_scale(copied, late):
-    scaler = LossScaler("cpu", 2.0**10)
-    scaler.count([scalers.Flag(torch.tensor(1.0))], 2.0**10)
+def end(scaler, *found):
+    """Count an iteration in which each of several optimizers found something, or 0."""
     scaler.scale(torch.ones(()))
-    other = copied(scaler)
-    assert type(other.used) is float and other.used == other.get_scale() == 2.0**9
+    for number in found:
+        opt = torch.optim.SGD([nn.Parameter(X)], 0.1)
+        scaler.adopt(opt, 1.0, scalers.Late(torch.tensor(number)))
+    scaler.update()
 
 
-@pytest.mark.parametrize("first, value", [(2.0**24, 0.0), (1.0, 1.0)], ids=["highest", "lowest"])
-def test_the_scale_ahead_stays_within_the_bounds(first, value, late):
+HIGH = 2.0**24
+
+
+@pytest.mark.parametrize(
+    "first, steps, scale",
+    [
+        (2.0**10, [(1.0,), (0.0,)], 2.0**10),
+        (2.0**10, [(0.0,), (1.0,)], 2.0**10),
+        (2.0**10, [(0.0,), (0.0,)], 2.0**12),
+        (2.0**10, [(1.0, 0.0)], 2.0**9),  # one of two optimizers
+        (2.0**10, [(0.0, 1.0)], 2.0**9),
+        (HIGH, [(0.0,)], HIGH),
+        (1.0, [(1.0,)], 1.0),
+    ],
+)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_the_scale_is_ahead_of_the_host_within_its_bounds(first, steps, scale, copied, late):
     scaler = LossScaler("cpu", first, growth_interval=1)
-    scaler.count([scalers.Flag(torch.tensor(value))], first)
-    assert scaler.scale(torch.ones(())) == first and not late
-    assert scaler.get_scale() == first
+    for found in steps:
+        end(scaler, *found)
+    assert scaler.scale(torch.ones(())) == scale == scaler.get_scale() and not late
+    other = copied(scaler)
+    assert type(other.used) is float and other.used == other.get_scale() == scale
+    assert other.n_steps == len(other.scales) == len(steps) and other.scales[0] == first
+    assert other.skipped == [i for i, found in enumerate(steps) if any(found)]
 
 
-def test_two_optimizers_of_which_one_accumulates_while_the_scale_changes(request):
+@dtypes
+def test_two_optimizers_of_which_one_accumulates_while_the_scale_changes(dtype, request):
     def train(waits=()):
-        nets = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+        nets, norms = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]), []
         for p in nets.parameters():
             p.data = torch.linspace(-1, 1, p.numel()).view(p.shape)
         opts = [torch.optim.SGD(m.parameters(), 2.0**-4, fused=True) for m in nets]
-        with_masters(nets, *opts, dtype="bf16")
+        with_masters(nets, *opts, dtype=dtype)
         scaler = LossScaler("cpu", 8.0, growth_interval=1)
         scaler.adopt(opts[1])
         for i in range(8):
             factor = math.inf if i == 5 else 1.0
             loss = (nets[0](X).sum() * factor + nets[1](X).sum()).float()
             scaler.scale(loss).backward()
-            for opt in opts[: 1 + i % 2]:
+            for net, opt in list(zip(nets, opts, strict=True))[: 1 + i % 2]:
+                if i < 4:
+                    scaler.unscale_(opt)
+                    norms.append(nn.utils.clip_grad_norm_(net.parameters(), 4.0))
                 scaler.step(opt)
                 opt.zero_grad()
             scaler.update()
         assert not waits
-        return nets.state_dict(), scaler.scales, scaler.skipped, [o.masters.skipped for o in opts]
+        return nets.state_dict(), norms, scaler.scales, [scaler.skipped, opts[0].masters.skipped]
 
     at_once = train()
-    assert at_once[2] == [5] and at_once[1][-3:] == [2.0**8, 2.0**7, 2.0**8]
+    norms = [norm.item() for norm in at_once[1][:3]]  # the last is of two batches, of two scales
+    assert norms == pytest.approx([12.47, 12.47, 2 * 12.47], rel=0.01)
+    assert at_once[2][-3:] == [2.0**8, 2.0**7, 2.0**8] and at_once[3] == [[5], [5]]
     assert_same(train(request.getfixturevalue("late")), at_once)
 
 
@@ -362,10 +304,14 @@ def test_optimizers_that_call_a_closure_several_times_are_refused():
         def first_step(self):
             """Climb."""
 
-    for make, closure in ((torch.optim.LBFGS, lambda: 0.0), (SAM, lambda: 0.0)):
+    class Polyak(torch.optim.SGD):
+        def step(self, closure):
+            """Take the loss for a rate."""
+
+    for make, flat in ((torch.optim.LBFGS, False), (SAM, True), (Polyak, False)):
         model = net()
-        opt = make(model.parameters())
-        with_masters(model, opt, dtype="bf16")
+        opt, closure = make(model.parameters()), lambda: 0.0
+        with_masters(model, opt, dtype="bf16", flat_master=flat)
         with pytest.raises(MixedPrecisionError, match="skip_nonfinite=False"):
             opt.step(closure)
     model = net()

@@ -265,10 +265,6 @@ def freezing_and_unfreezing(learn):
     learn.fit_one_cycle(1, slice(0.01, 0.1), wd=0.1)
     learn.freeze_to(-2)
     learn.fit(1, 0.02)
-
-
-@fit
-def freezing_in_callbacks(learn):
     learn.freeze()
     unfreeze = Do("before_batch", lambda learn: learn.unfreeze(), at=2)
     learn.fit(1, slice(0.01, 0.1), wd=0.5, cbs=unfreeze)
@@ -287,8 +283,10 @@ def finding_a_rate(learn):
     learn.freeze()
     learn.lr_find(**SEARCH, stop_div=False)
     learn.fit(1, 0.05)
+    learn.unfreeze()
     learn.lr_find(start_lr=1.0, end_lr=1e15, stop_div=False, **SEARCH | {"num_it": 8})
-    torch.manual_seed(0)  # fastai's search goes on, and draws more for its dropout
+    torch.manual_seed(0)  # fastai's search goes on: more random numbers, and more batches
+    learn.model.count = 0
     learn.fit(1, 0.05, wd=0.1)
 
 
@@ -303,24 +301,20 @@ def accumulating_batches(learn):
     learn.fit(1, 0.1, cbs=[GradientClip(0.1), GradientAccumulation(8)])
 
 
-@fit
-def starting_over(learn):
-    learn.fit_one_cycle(1, 0.1, wd=0.5)
-    learn.fit_one_cycle(1, slice(0.01, 0.05), reset_opt=True)
-    learn.create_opt()
-    learn.fit(1, 0.05, cbs=Do("after_batch", lambda learn: learn.create_opt(), at=1))
-
-
-@fit
-def clamping_weights(learn):
-    learn.fit(1, 0.1, wd=0.5, cbs=Do("after_step", _clamp))
-    learn.fit(1, 0.1, cbs=Do("after_batch", _clamp, at=1))
-
-
 @torch.no_grad()
 def _clamp(learn):
     for p in learn.model.head.parameters():
         p.clamp_(-0.0625, 0.0625)  # exact in 16 bits too
+
+
+@fit
+def starting_over_and_clamping_weights(learn):
+    learn.fit_one_cycle(1, 0.1, wd=0.5)
+    learn.fit_one_cycle(1, slice(0.01, 0.05), reset_opt=True)
+    learn.create_opt()
+    learn.fit(1, 0.05, cbs=Do("after_batch", lambda learn: learn.create_opt(), at=1))
+    learn.fit(1, 0.1, wd=0.5, cbs=Do("after_step", _clamp))
+    learn.fit(1, 0.1, cbs=Do("after_batch", _clamp, at=1))
 
 
 @fit
@@ -377,10 +371,15 @@ def _raise(error, learn):
 
 
 @fit
-def calling_steps_off(learn):
+def calling_steps_off_and_interrupting_fits(learn):
     for i, (event, error) in enumerate(CANCELLED):
         cancel = Do(event, partial(_raise, error), at=1, order=(5, 60)[i % 2])
         learn.fit(1, 0.05, wd=0.5, cbs=cancel)
+    for event, order in (("after_backward", 5), ("before_step", 60), ("after_step", 5)):
+        stop = Do(event, partial(_raise, KeyboardInterrupt), at=2, order=order)
+        with suppress(KeyboardInterrupt):
+            learn.fit(1, 0.05, wd=0.1, cbs=stop)
+    learn.fit(1, 0.05)
 
 
 @fit
@@ -394,7 +393,7 @@ def validating_inside(learn):
 
 
 @fit
-def setting_hypers(learn):
+def setting_hypers_optimizer_and_splitter(learn):
     def set_hypers(learn):
         learn.opt.set_hypers(lr=slice(0.02, 0.08), wd=0.2)
         learn.opt.hypers[0]["lr"] = 0.03
@@ -403,6 +402,15 @@ def setting_hypers(learn):
     learn.fit(1, 0.03, wd=0.1, cbs=[Do("after_batch", set_hypers, at=0), late])
     learn.opt.set_hypers(lr=slice(0.01, 0.05), wd=0.2)
     learn.fit(1, slice(0.01, 0.05))
+    learn.fit(1, 0.05, wd=0.1)
+    learn.opt_func = partial(Adam, eps=0.1)  # or it blows rounding up where gradients are small
+    learn.fit(1, 0.01, reset_opt=True)
+    learn.opt_func, learn.opt = torch_optimizer(torch.optim.AdamW, eps=0.1), None
+    learn.splitter = lambda model: [
+        list(model.head.parameters()),
+        [*model.stem.parameters(), *model.layers.parameters()],
+    ]
+    learn.fit(1, slice(0.001, 0.01))
 
 
 @fit
@@ -413,19 +421,6 @@ def changing_the_defaults(learn):
     learn.create_opt()
     learn.freeze()
     learn.fit(1)
-
-
-@fit
-def changing_optimizer_and_splitter(learn):
-    learn.fit(1, 0.05, wd=0.1)
-    learn.opt_func = partial(Adam, eps=0.1)  # or it blows rounding up where gradients are small
-    learn.fit(1, 0.01, reset_opt=True)
-    learn.opt_func, learn.opt = torch_optimizer(torch.optim.AdamW, eps=0.1), None
-    learn.splitter = lambda model: [
-        list(model.head.parameters()),
-        [*model.stem.parameters(), *model.layers.parameters()],
-    ]
-    learn.fit(1, slice(0.001, 0.01))
 
 
 @fit
@@ -443,13 +438,4 @@ def training_batch_by_batch(learn):
         for i, b in enumerate(batches):
             learn.one_batch(i, b)
     learn.one_batch(0, batches[0])
-    learn.fit(1, 0.05)
-
-
-@fit
-def stopping_a_fit_with_ctrl_c(learn):
-    for event, order in (("after_backward", 5), ("before_step", 60), ("after_step", 5)):
-        stop = Do(event, partial(_raise, KeyboardInterrupt), at=2, order=order)
-        with suppress(KeyboardInterrupt):
-            learn.fit(1, 0.05, wd=0.1, cbs=stop)
     learn.fit(1, 0.05)

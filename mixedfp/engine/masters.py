@@ -83,10 +83,7 @@ class BufferSnapshot:
             self.save()
             self.n_ends = 0
 
-    def end(
-        self,
-        n_optimizers: int,  # that step the model
-    ) -> None:
+    def end(self, n_optimizers: int) -> None:  # that step the model
         "End a step; if passes are compiled none calls `begin`, so the buffers are saved now."
         self.n_ends += 1
         if self.n_ends > n_optimizers:
@@ -143,9 +140,7 @@ class BufferSnapshot:
             m._buffers[k] = b
         for now, before in pairs.values():
             torch._foreach_copy_(now, before if flag is None else _choose(flag, before, now))
-        if flag is None:
-            self.save()
-            self.n_ends += 1
+        self.n_ends += flag is None
 
 
 _KERNELS = "batch_norm", "instance_norm"
@@ -197,8 +192,8 @@ class Masters:
     @property
     def skipped(self) -> list[int]:
         "The numbers of the skipped steps, counted from 0."
-        guards = {id(s.guard): s.guard for s in self.steps}
-        return sorted(n for guard in guards.values() for n in guard.skipped)
+        scalers = {id(s.decided_by): s.decided_by for s in self.steps}
+        return sorted(n for scaler in scalers.values() for n in scaler.skipped)
 
     @property
     def n_skipped(self) -> int:
