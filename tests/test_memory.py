@@ -115,7 +115,6 @@ def test_a_fit_takes_the_bytes_per_parameter_that_the_table_names(mode):
 
 # `memory_of` and the command
 
-
 SETTINGS = {
     "to_bf16": BF16,
     "and 16-bit gradients": BF16 | HALF,
@@ -123,18 +122,11 @@ SETTINGS = {
 }
 
 
-class Blocks(nn.Module):
-    """Attention and linear layers: 4 M parameters, of which the embedding has no copy."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(2000, 256)
-        layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(256, 2000, bias=False)
-
-    def forward(self, x):
-        return self.head(self.layers(self.words(x)))
+def make_blocks():
+    """Return attention and linear layers: 4 M parameters, of which the embedding has no copy."""
+    layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(2000, 256), layers, nn.Linear(256, 2000, bias=False))
 
 
 IDS = torch.zeros(2, 16, dtype=torch.long)
@@ -142,7 +134,7 @@ IDS = torch.zeros(2, 16, dtype=torch.long)
 
 @pytest.fixture(scope="module")
 def table():
-    return memory_of(on_meta(Blocks), IDS)
+    return memory_of(on_meta(make_blocks), IDS)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -150,7 +142,7 @@ def test_a_step_takes_what_was_worked_out(table, mode, monkeypatch):
     monkeypatch.setattr("mixedfp.engine.flat.CHUNK", 2**14)  # its scratch memory stays small
     row = table.rows[mode]
     with Peak() as peak:
-        model = Blocks()
+        model = make_blocks()
         opt = torch.optim.AdamW(model.parameters())
         if mode in SETTINGS:
             with_masters(model, opt, **SETTINGS[mode])
