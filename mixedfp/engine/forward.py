@@ -138,8 +138,10 @@ class PartForward(PassForward):
 
     def __call__(self, *args, **kwargs) -> Any:
         """Compute the forward pass, with rounded weights if autocast is on."""
+        if self.copies.running:
+            return self.compute(*args, **kwargs)
         m: Any = self.module
-        names = () if self.copies.running else self.copies.names.get(m, ())
+        names = self.copies.names.get(m, ())
         weights = {k: p for k in names if (p := m._parameters.get(k)) is not None}
         if not any(torch.is_autocast_enabled(p.device.type) for p in weights.values()):
             return self.compute(*args, **kwargs)

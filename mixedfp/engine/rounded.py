@@ -37,18 +37,17 @@ class Round(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         """Widen the gradients in one grouped copy; None stays None."""
-        some = wide = [g for g in grads if g is not None]
+        some, wide = [g for g in grads if g is not None], grads
         if some and not (ctx.keeps_grads or torch.is_grad_enabled()):  # `create_graph`
             if ctx.layout is None:
-                wide = [torch.empty_like(g, dtype=torch.float32) for g in some]
+                wide = [g if g is None else torch.empty_like(g, dtype=torch.float32) for g in grads]
             else:
                 make, n, places = ctx.layout
                 whole = make(n, dtype=torch.float32, device=some[0].device)
                 pairs = zip(grads, places, strict=True)
-                wide = [whole.as_strided(g.shape, *at) for g, at in pairs if g is not None]
-            torch._foreach_copy_(wide, some)
-        each = iter(wide)
-        return None, None, None, *(None if g is None else next(each) for g in grads)
+                wide = [g if g is None else whole.as_strided(g.shape, *at) for g, at in pairs]
+            torch._foreach_copy_([w for w in wide if w is not None], some)
+        return None, None, None, *wide
 
 # %% ../../nbs/engine/02_rounded.ipynb #r0d00007
 GROUP = 2**21  # numbers: DDP can send the gradients of a group while the backward pass goes on
@@ -156,7 +155,7 @@ class Copies:
                 m.__dict__[name] = outer[i]
         self.running.pop()  # if the lines above were interrupted, `Passes` runs them again
         if copies and not (self.running or is_compiling() or copies[0].is_inference()):
-            if any(c._version != _ROUNDED for c in copies):
+            if {c._version for c in copies} != {_ROUNDED}:
                 self._take_writes(copies)
 
     @torch.no_grad()
