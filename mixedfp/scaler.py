@@ -411,7 +411,9 @@ class LossScaler(GradScaler):
             return
         if found and self.dynamic:
             self._adapt([f.value for f in found])
-        if found and all(f.copy is not None for f in found):  # not only captured
+        if any(f.copy is None for f in found):  # in a capture, where no event may be queried
+            return
+        if found:
             used = Late(self.used) if isinstance(self.used, Tensor) else self.used
             self._pending.append((found, used))
         if self.layers is not None and not self.layers.is_scaling:

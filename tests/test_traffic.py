@@ -3,6 +3,7 @@
 import gc
 import json
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -161,7 +162,8 @@ def captured(dtype, scaler, flat=False, **settings):
             scaler.step(opt)
             scaler.update()
 
-        with torch.cuda.stream(stream):
+        unready = mock.patch.object(torch.cuda.Event, "query", return_value=False)
+        with torch.cuda.stream(stream), unready:  # the host has read nothing yet
             for _ in range(3):
                 step()
         torch.cuda.current_stream().wait_stream(stream)
