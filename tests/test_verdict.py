@@ -327,3 +327,27 @@ def test_optimizers_that_call_a_closure_several_times_are_refused():
 
     opt.step(again)
     assert len(calls) > 1 and calls[-1] < calls[0]
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["read", "late"])
+def test_a_bad_batch_leaves_nothing_in_the_other_network_of_a_gan(is_late, request):
+    """The generator's pass changes the critic's statistics, too, which no step of the critic sees."""
+
+    def train(batches):
+        torch.manual_seed(0)
+        nets = nn.ModuleList([net(), nn.Sequential(nn.Linear(2, 4), net())])
+        opts = [torch.optim.SGD(n.parameters(), 0.1, fused=True) for n in nets]
+        with_masters(nets, *opts)
+        for x in batches:
+            for opt, factor in zip(opts, (1.0, -1.0), strict=True):
+                nets.zero_grad()
+                (nets[1](nets[0](x)).square().mean() * factor).backward()
+                opt.step()
+        nets[1](nets[0](X))
+        return dict(nets.state_dict())
+
+    good, bad = [X + 0.1 * i for i in range(4)], X * math.inf
+    without = train(good)
+    if is_late:
+        request.getfixturevalue("late")
+    assert_same(train([*good[:2], bad, *good[2:]]), without)

@@ -75,11 +75,15 @@ class BufferSnapshot:
         self.kept: dict[tuple, tuple] = {}  # by module and name: buffer, version, copy
         self.has_statistics: dict[nn.Module, bool] = {}
         self.n_ends = math.inf  # of optimizers' steps since the last forward pass outside a graph
+        self.skips: list[Tensor | None] = []  # of those, the flags of which restored a part
         self.save()
 
     def begin(self) -> None:
         "Save the buffers before the first forward pass of a step."
         if self.n_ends:
+            if len(self.skips) == self.n_ends:  # none was made: what the passes left is undone
+                flags = [flag for flag in self.skips if flag is not None]
+                self.restore(None, torch.stack(flags).amin() if flags else None)
             self.save()
             self.n_ends = 0
 
@@ -109,7 +113,7 @@ class BufferSnapshot:
                 kept[m, k] = known
         for group in pairs.values():
             torch._foreach_copy_([*group], [*group.values()])
-        self.kept = kept
+        self.kept, self.skips = kept, []
 
     def _may_have_changed(self, m, b, version, saved):
         if m not in self.has_statistics:  # their kernels raise no version
@@ -123,7 +127,10 @@ class BufferSnapshot:
         flag: Tensor | None = None,  # (), on the device: above 0 to restore; None: restore
     ) -> None:
         "Write the copies back, so that each buffer has the same bits as at `save`."
+        if self.n_ends == math.inf:  # each end saves: all changes since then are of this step
+            params = None
         kept = {k: v for k, v in self.kept.items() if _belongs(k[0], params)}
+        self.skips += [] if params is None else [flag]
         if flag is not None and any(m._buffers.get(k) is not b for (m, k), (b, *_) in kept.items()):
             if not flag > 0:
                 return
