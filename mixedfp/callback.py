@@ -48,6 +48,13 @@ def _loss_of(learn):
     return loss_func
 
 
+class _SetLearn:
+    "Sets a callback's `learn`; without `__get__` it is read like any other attribute."
+
+    def __set__(self, cb, learn):
+        cb._join(learn)
+
+
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
@@ -58,6 +65,7 @@ class MixedPrecision(Callback):
     """
 
     order = 10  # like fastai's own: GradientAccumulation runs before it, GradientClip after it
+    learn: Any = _SetLearn()
 
     @delegates(LossScaler.__init__, but=["device", "init_scale", "layers"])
     @delegates(with_masters, keep=True)
@@ -69,6 +77,7 @@ class MixedPrecision(Callback):
         layer_scales: Mapping[str, float] | None = None,  # by layer name
         **kwargs: Any,  # the other settings of `LossScaler` and `with_masters`
     ):
+        vars(self)["learn"] = None
         names = inspect.signature(LossScaler).parameters.keys() - {"device"}
         settings = {k: kwargs.pop(k) for k in names & kwargs.keys()}
         policy = Policy(dtype, flat_master, **kwargs)  # pyright: ignore
@@ -81,13 +90,8 @@ class MixedPrecision(Callback):
         self._last_loss: Any = None  # the previous batch's loss
         self._suspects: list[tuple] = []  # the last skipped batch, and those that may be skipped
 
-    @property
-    def learn(self) -> Any:
-        "The Learner; setting None, as `remove_cb` does, restores its float32 model."
-        return vars(self).get("learn")
-
-    @learn.setter
-    def learn(self, learn):
+    def _join(self, learn):
+        "Join `learn`; if it is None, as in `remove_cb`, leave the Learner its float32 model."
         if learn is None and self.learn is not None:
             self._detach()
             if vars(self.learn).get("mp_cb") is self:

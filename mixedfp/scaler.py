@@ -437,7 +437,8 @@ class LossScaler(GradScaler):
         self._scale, growth = self._scale.to(device), self._growth_tracker.to(device)
         self._growth_tracker = growth.clamp_(max=self._growth_interval - 1)  # it may be set lower
         rule = self._growth_factor, self._backoff_factor, self._growth_interval
-        private.update_scale_(self._scale, growth, sum(f.to(device) for f in found), *rule)
+        total: Any = sum(f.to(device) for f in found)
+        private.update_scale_(self._scale, growth, total, *rule)
         self._scale.clamp_(self.min_scale, self.max_scale)
 
     def _read(self, waits=True):

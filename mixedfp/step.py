@@ -168,7 +168,7 @@ class MasterStep:
         "Let the guard unscale and check the gradients; nothing is read if a fused kernel may skip."
         return self._read(self.guard.look(self.core).found_inf)
 
-    def _read(self, found):
+    def _read(self, found) -> Any:
         "Read what was found, unless the optimizer's kernel skips by itself."
         is_late = found is not None and self.skips_itself and not found.is_on_host
         return found if is_late else bool(found)

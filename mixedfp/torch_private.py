@@ -98,7 +98,7 @@ def unscale_each_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
-def update_scale_(scale: Tensor, growth: Tensor, found_inf: Tensor, *rule: float) -> None:
+def update_scale_(scale: Tensor, growth: Tensor, found_inf: Tensor, *rule: Any) -> None:
     """Back `scale`, (), off after a skip, or let it grow, as `GradScaler` does.
 
     `growth`, (), int32, counts steps without a skip; `rule` has two factors and the interval.

@@ -549,5 +549,5 @@ def settings_of(model: nn.Module, **given: Any) -> Settings:
     found = [m.policy for m in map(masters_of, model.modules()) if m is not None]
     found += [Policy(p.dtype) for p in model.parameters() if is_castable(p)]
     known = next((p for p in found if p.dtype.itemsize == 2), Policy(torch.float16))
-    given = {k: v for k, v in given.items() if v is not None}
-    return Settings(**(vars(known) | dict(half_grads=False, state_dtype=None) | given))
+    settings: dict[str, Any] = vars(known) | dict(half_grads=False, state_dtype=None)
+    return Settings(**(settings | {k: v for k, v in given.items() if v is not None}))

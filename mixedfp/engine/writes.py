@@ -95,7 +95,8 @@ def _names_of(module, is_forward):
     known = [f for f in held if inspect.isfunction(f) and _top(f.__module__) != "torch"]
     # "linalg" of "linalg_inv"
     names = {name for f in held for name in (f.__name__, f.__name__.partition("_")[0])}
-    return names.union(_names_in(tuple(own), cls), *(_names_in((f,)) for f in known))
+    # not cached: a hook may hold a model
+    return names.union(_names_in(tuple(own), cls), *(_names_in.__wrapped__((f,)) for f in known))
 
 
 def _top(module):
