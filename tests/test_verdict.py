@@ -331,7 +331,7 @@ def test_optimizers_that_call_a_closure_several_times_are_refused():
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["read", "late"])
 def test_a_bad_batch_leaves_nothing_in_the_other_network_of_a_gan(is_late, request):
-    """The generator's pass changes the critic's statistics, too, which no step of the critic sees."""
+    """The generator's pass changes the critic's statistics, too; no step of the critic sees it."""
 
     def train(batches):
         torch.manual_seed(0)
