@@ -53,8 +53,8 @@ class _Setup:
         if self.policy.dtype == torch.float32:
             return {}
         scale = {"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}
-        guards = {s.guard for m in filter(None, map(masters_of, models)) for s in m.steps}
-        return {**scale, "skipped_steps": sum(guard.n_skipped for guard in guards)}
+        scalers = {s.decided_by for m in filter(None, map(masters_of, models)) for s in m.steps}
+        return {**scale, "skipped_steps": sum(scaler.n_skipped for scaler in scalers)}
 
 
 def _model_of(optimizer, models):
