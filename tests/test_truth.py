@@ -14,6 +14,7 @@ from fastai.optimizer import OptimWrapper
 from tiny import Do, silent
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mixedfp.callback  # noqa: F401, gives Learner to_fp16 and to_bf16
 from mixedfp.engine import flat as flat_module
@@ -88,7 +89,7 @@ def make_learner(model, n, loss=cross_entropy, momentum=0.0, **kwargs):
     return silent(Learner(dls, model, loss_func=loss, opt_func=opt, **kwargs))
 
 
-# What changes nothing, writes by hand, penalties
+# What changes nothing, averages outside of the model, writes by hand, penalties
 
 
 def look(model):
@@ -107,6 +108,21 @@ def look(model):
 @ways
 def test_no_bit_is_lost(way):
     assert_same(vector(train(way, look, n=12)), vector(train(way, n=12)))
+
+
+@ways
+def test_an_average_outside_the_model_is_one_of_float32_weights(way):
+    kept, average = [], AveragedModel(net(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def see(model):
+        average.update_parameters(model)
+        kept.append([p.detach().clone() for p in model.parameters()])
+
+    train(way, see, n=12)
+    want = kept[0]
+    for now in kept[1:]:
+        want = [w.lerp(p, 0.1) for w, p in zip(want, now, strict=True)]
+    torch.testing.assert_close([*average.module.parameters()], want, rtol=0, atol=1e-7)
 
 
 def drift(model):
