@@ -78,7 +78,10 @@ class MixedPrecision(Callback):
         **kwargs: Any,  # the other settings of `LossScaler` and `with_masters`
     ):
         vars(self)["learn"] = None
-        names = inspect.signature(LossScaler).parameters.keys() - {"device"}
+        known = inspect.signature(MixedPrecision.__init__).parameters
+        if unknown := [name for name in kwargs if name not in known]:
+            raise TypeError(f"MixedPrecision() has no setting {unknown[0]!r}: see its help")
+        names = inspect.signature(LossScaler).parameters.keys()
         settings = {k: kwargs.pop(k) for k in names & kwargs.keys()}
         policy = Policy(dtype, flat_master, **kwargs)  # pyright: ignore
         if policy.half_grads and layer_scales is not None:

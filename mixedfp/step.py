@@ -259,8 +259,8 @@ class MasterStep:
 
 _NO_SCALE = (
     "a float16 model is being trained without a loss scale: gradients below 6e-8 become 0. "
-    "Use mixedfp.scaler.LossScaler, scaler.scale(loss).backward() and "
-    "scaler.step(optimizer), or train in bfloat16"
+    "Use mixedfp.LossScaler, scaler.scale(loss).backward() and scaler.step(optimizer), or train in "
+    "bfloat16"
 )
 
 

@@ -48,6 +48,13 @@ def test_to_bf16_takes_only_what_it_uses(name):
     assert name not in inspect.signature(learn.to_bf16).parameters
 
 
+@pytest.mark.parametrize("name", ["init_scale", "layers", "device", "remainders"])
+def test_an_unknown_setting_of_a_learner_is_named(name):
+    for make in (MixedPrecision, make_learner().to_fp16):
+        with pytest.raises(TypeError, match=f"has no setting '{name}'"):
+            make(**{name: 512.0})
+
+
 @pytest.mark.parametrize("make", [MixedPrecision, make_learner().to_bf16, make_learner().to_fp16])
 def test_every_setting_of_with_masters_is_in_the_signature(make):
     own = inspect.signature(make).parameters
