@@ -23,14 +23,14 @@ from .torch_private import unwrapped
 class ScaledStep(MasterStep):
     "A step with true gradients, or a skip, after which the loss scale is updated."
 
-    def _step(self):
+    def _step(self, *closure):
         scaler = self.guard
         if not scaler.n_scaled and scaler.known_of(self.core).scale == 1:
             warn_once(
                 "the gradients come from an unscaled loss, so float16 may have flushed them to 0: "
                 "in a train_step_single of your own call net.grad_scaler_.scale(loss).backward()"
             )
-        done = super()._step()
+        done = super()._step(*closure)
         scaler.update()
         return done
 

@@ -10,7 +10,6 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from inspect import signature
 from typing import Any
 
 import torch
@@ -129,18 +128,25 @@ class MasterStep:
             )
         if closure is None:
             return self._step()
-        wanted = signature(self.raw["step"]).parameters.get("closure")
-        if hasattr(self.core, "first_step") or wanted and wanted.default is not None:  # SAM; LBFGS
-            raise MixedPrecisionError(
-                f"{type(self.core).__name__} calls its closure by itself, so a step cannot be "
-                "skipped: train in bfloat16 with skip_nonfinite=False"
-            )
+        results: list[Any] = []  # some optimizers use it
+
+        def once():
+            if not results:
+                raise MixedPrecisionError(
+                    f"{type(self.core).__name__} calls its closure several times, so a step cannot "
+                    "be skipped: train in bfloat16 with skip_nonfinite=False"
+                )
+            return results.pop()
+
+        if hasattr(self.core, "first_step") or isinstance(self.core, torch.optim.LBFGS):  # SAM
+            once()
         with torch.enable_grad():
             loss = closure()
-        self._step()
+        results.append(loss)
+        self._step(once)
         return loss
 
-    def _step(self):
+    def _step(self, *closure):
         private.count_as_stepped(self.core)
         told = vars(self.core)
         self.decided_by = by = told.get("found_by", self.guard)  # a `LossScaler`
@@ -158,7 +164,7 @@ class MasterStep:
             if self.masters.policy.dtype == torch.float16 and by.only_checks:
                 warn_once(_NO_SCALE)
         known = by.look(self.core)
-        done = self._step_or_skip(known, self._read(known.found_inf))
+        done = self._step_or_skip(known, self._read(known.found_inf), closure)
         if is_told or is_alone:
             by.update()
             by.adopt(self.core)
@@ -173,7 +179,7 @@ class MasterStep:
         is_late = found is not None and self.skips_itself and not found.is_on_host
         return found if is_late else bool(found)
 
-    def _step_or_skip(self, known, found):
+    def _step_or_skip(self, known, found, closure):
         "Step, unless gradients are nonfinite; a kernel decides by itself about what is not read."
         given, inv_scale = {"grad_scale": None, "found_inf": None}, None
         if found is True:
@@ -188,7 +194,7 @@ class MasterStep:
             done = self._step_chunks(inv_scale, given)
         else:
             with attributes(self.core, **given):
-                done = self.raw["step"]()
+                done = self.raw["step"](*closure)
         if found is not False:
             self._restore(found.value)
         self._end()

@@ -5,6 +5,7 @@ and stop after the same number of skips in a row.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -188,3 +189,35 @@ def test_the_verdict_is_a_value_and_the_gradients_are_read_once(monkeypatch):
     assert scaler.step(opt) is False
     scaler.update()
     assert opt.masters.n_skipped == scaler.n_skipped == 1
+
+
+class Polyak(torch.optim.SGD):
+    """Its rate is the loss that the closure returns."""
+
+    def step(self, closure=None, n_calls=1):
+        for _ in range(n_calls):
+            self.param_groups[0]["lr"] = closure().item()
+        super().step()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("n_calls", [1, 2])
+def test_an_optimizer_is_given_what_its_closure_returned_but_once(n_calls, flat):
+    """A second call would return the old loss, and compute no gradients."""
+    net = Net()
+    net.weight.data.fill_(1)
+    opt = Polyak(net.parameters())
+    opt.step = partial(opt.step, n_calls=n_calls)
+    with_masters(net, opt, flat_master=flat)
+
+    def closure():
+        loss = net(torch.ones(1, 1)).sum() / 2
+        loss.backward()
+        return loss
+
+    if n_calls == 2:
+        with pytest.raises(MixedPrecisionError, match="calls its closure several times"):
+            opt.step(closure)
+    else:
+        assert opt.step(closure).item() == 0.5
+        assert net.weight.item() == 1 - 0.5 * 0.5

@@ -304,11 +304,7 @@ def test_optimizers_that_call_a_closure_several_times_are_refused():
         def first_step(self):
             """Climb."""
 
-    class Polyak(torch.optim.SGD):
-        def step(self, closure):
-            """Take the loss for a rate."""
-
-    for make, flat in ((torch.optim.LBFGS, False), (SAM, True), (Polyak, False)):
+    for make, flat in ((torch.optim.LBFGS, False), (SAM, True)):
         model = net()
         opt, closure = make(model.parameters()), lambda: 0.0
         with_masters(model, opt, dtype="bf16", flat_master=flat)
