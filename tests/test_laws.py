@@ -339,7 +339,7 @@ def test_a_killed_loop_goes_on_from_its_file_to_the_same_bits(row):
 
 
 @law(
-    lambda row: True,
+    lambda row: (row.model, row.optimizer) != ("complex", "lamb"),  # it compares complex norms
     model=LOADED,
     optimizer=OPTIMIZERS,
     source=[k for k in KINDS if k != "bfloat16_half_grads"],
