@@ -110,7 +110,7 @@ def any_nonfinite(
     return torch.stack([f.to(flags[0].device) for f in flags]).amax() if flags else torch.zeros(())
 
 
-_grad = attrgetter("grad")
+_grad, _dtype, _storage = attrgetter("grad"), attrgetter("dtype"), attrgetter("dtype", "layout")
 _form = attrgetter("__class__", "layout", "device", "dtype")
 
 
@@ -164,9 +164,9 @@ def _find(optimizer, inv_scale):
 
 
 def _make_divisible(optimizer):
-    usual = torch.float32, torch.strided  # most often all are
+    if set(map(_storage, _grads(optimizer))) <= {(torch.float32, torch.strided)}:  # the usual case
+        return
     params = [p for p in _params(optimizer) if p.grad is not None]
-    params = [p for p in params if (p.grad.dtype, p.grad.layout) != usual]
     for p in params:
         if p.grad.is_sparse:
             p.grad = p.grad.coalesce()
@@ -179,7 +179,7 @@ def _make_divisible(optimizer):
         )
 
 
-_NARROW = torch.float16, torch.bfloat16
+_NARROW = {torch.float16, torch.bfloat16}
 
 # %% ../nbs/06_scaler.ipynb #77ee06fc
 def nonfinite_names(optimizer: Any) -> list[str]:
@@ -349,8 +349,9 @@ class LossScaler(GradScaler):
         if self.layers is not None and self.layers.is_scaling and self.n_scaled:
             self.layers.unscale()
         if keeps_scale is None:
-            keeps_scale = self.only_checks or private.unscales_by_itself(optimizer) and any(
-                g.dtype in _NARROW for g in _grads(optimizer)
+            keeps_scale = self.only_checks or (
+                private.unscales_by_itself(optimizer)
+                and not _NARROW.isdisjoint(map(_dtype, _grads(optimizer)))
             )
         found = _find(optimizer, None if keeps_scale else known.inv_scale)
         self.adopt(optimizer, known.scale if keeps_scale else 1.0, found)

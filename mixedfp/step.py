@@ -166,8 +166,8 @@ class MasterStep:
         known = by.look(self.core)
         done = self._step_or_skip(known, self._read(known.found_inf), closure)
         if is_told or is_alone:
+            by.adopt(self.core)  # its gradients are unscaled now, whoever steps it next
             by.update()
-            by.adopt(self.core)
         return done
 
     def look(self) -> bool | Late:  # True: call `skip` instead of `step`

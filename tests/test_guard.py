@@ -191,6 +191,21 @@ def test_the_verdict_is_a_value_and_the_gradients_are_read_once(monkeypatch):
     assert opt.masters.n_skipped == scaler.n_skipped == 1
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_after_steps_of_a_gradscaler_a_plain_step_takes_gradients_as_they_are(flat):
+    net, scaler = Net(), GradScaler("cpu", **SCALE)
+    opt = torch.optim.SGD(net.parameters(), 2.0**-10, fused=True)
+    with_masters(net, opt, flat_master=flat)
+    for _ in range(2):
+        scaler.scale(net(torch.ones(1, 1)).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    net(torch.ones(1, 1)).sum().backward()
+    opt.step()
+    assert net.weight.item() == -3 * 2.0**-10
+
+
 class Polyak(torch.optim.SGD):
     """Its rate is the loss that the closure returns."""
 

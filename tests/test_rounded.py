@@ -644,10 +644,12 @@ def test_parameters_that_change_in_training(change, dtype, flat):
 @flats
 @both
 def test_a_model_is_freed_with_its_last_reference(dtype, flat):
-    """Also after a step, passes in a block, and an exception in a backward pass."""
+    """Also after a step, passes in a block, and an exception; and what a hook holds is freed."""
 
     def used(is_interrupted):
-        half, opt = mixed(net(), dtype, flat_master=flat)
+        model, held = net(), nn.Linear(1, 1)
+        model[0].register_forward_pre_hook(lambda m, args: None if held else args)
+        half, opt = mixed(model, dtype, flat_master=flat)
         half(X).sum().backward()
         opt.step()
         with computing(half):
@@ -657,7 +659,7 @@ def test_a_model_is_freed_with_its_last_reference(dtype, flat):
             with pytest.raises(ZeroDivisionError):
                 half(X).sum().backward()
             return [weakref.ref(half)]  # PyTorch keeps parameters
-        return [weakref.ref(half), *map(weakref.ref, half.parameters())]
+        return [weakref.ref(half), weakref.ref(held), *map(weakref.ref, half.parameters())]
 
     alive = [*used(False), *used(True)]
     gc.collect()
