@@ -191,7 +191,7 @@ class MixedPrecision(Callback):
             raise CancelStepException
 
     def _skipped(self, waits=False):
-        "Return the last suspect that was skipped, and later ones that the host knows nothing of."
+        "Return the last batch that was skipped, and later ones whose result has not arrived."
         found = []
         for suspect in self._suspects:
             flag = suspect[0]

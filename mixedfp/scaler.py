@@ -38,7 +38,7 @@ READS_ON = {"cpu"}  # the kinds of devices whose numbers can be read without wai
 
 
 class Late:
-    """A number on a device, and its copy on the host, which arrives later; true above 0.
+    """A number on a device whose copy on the host arrives later; true if it is above 0.
 
     Reading it waits for the copy. While a CUDA graph is captured there is no copy: the host does
     not run when the graph is replayed.
@@ -83,7 +83,7 @@ class Late:
 @torch.no_grad()
 def any_nonfinite(
     grads: list[Tensor],  # dense or sparse; multiplied in place
-    factor: float | Tensor = 1.0,  # 1 to only check: the unscaling kernel is also the fastest check
+    factor: float | Tensor = 1.0,  # 1: only check; the unscaling kernel is the fastest check, too
 ) -> Tensor:  # (), float32, on the device of the first: above 0 if any contains inf or nan
     "Multiply `grads` by `factor` and check them. Sync: none."
     kinds, flags = defaultdict(list), []
@@ -115,7 +115,7 @@ _form = attrgetter("__class__", "layout", "device", "dtype")
 
 
 def _for_kernel(grad):
-    if is_sharded(grad):  # this process's part; a pending sum may overflow if no term does
+    if is_sharded(grad):  # this process's part; a pending sum may overflow although no term does
         is_partial = any(place.is_partial() for place in grad.placements)
         parts = [grad.to_local(), *([grad.full_tensor()] if is_partial else [])]
         return [g for part in parts for g in _for_kernel(part)]
@@ -158,7 +158,7 @@ def _find(optimizer, inv_scale):
     flag = any_nonfinite(grads, 1.0 if inv_scale is None else inv_scale)
     is_shared = distributed.is_available() and distributed.is_initialized()
     shared = [p for p in _params(optimizer) if is_sharded(p)] if is_shared else []
-    if shared:  # they decide together; a fused kernel would take no plain tensor beside DTensors
+    if shared:  # the processes decide together; fused kernels reject plain tensors beside DTensors
         flag = torch.tensor(float(agree(flag.item() > 0, shared)))
     return Late(flag)
 
@@ -199,18 +199,18 @@ class Gradients(NamedTuple):
     "The state of the gradients of one optimizer."
 
     scale: float | Tensor  # the factor they are multiplied by; 1.0 once unscaled
-    found_inf: Late | None = None  # whether any is inf or nan: a step is skipped; None: not checked
+    found_inf: Late | None = None  # whether any is inf or nan, which skips the step; None: unknown
     has_stepped: bool = False  # since the last loss and `update`
 
     @property
     def inv_scale(self) -> float | Tensor | None:
-        "What gradients must still be multiplied by; None if they are unscaled. Sync: none."
+        "The factor that gradients must still be multiplied by; None if they are unscaled."
         if isinstance(self.scale, Tensor):
             return self.scale.double().reciprocal().float()
         return None if self.scale == 1 else 1 / self.scale
 
     def for_kernel(self) -> dict[str, Tensor | None]:
-        "Return what a fused kernel reads, by PyTorch's names: attributes of the optimizer."
+        "Return the optimizer's attributes that a fused kernel reads, under PyTorch's names."
         scale = torch.as_tensor(self.scale, dtype=torch.float32) if _differ(self.scale, 1) else None
         return dict(grad_scale=scale, found_inf=self.found_inf.value)
 
@@ -267,7 +267,7 @@ class LossScaler(GradScaler):
         self.min_scale, self.max_scale = low, high
         self.max_skips = check_steps("max_skips", max_skips)
         self.layers = layers if enabled else None
-        # of the next iteration, on the device of the last check; PyTorch's names for them
+        # of the next iteration, under PyTorch's names, on the device of the last check
         self._scale, self._growth_tracker = torch.tensor(first), torch.tensor(0, dtype=torch.int32)
         self.n_scaled = 0  # losses since the last `update`
         self.used: Any = None  # the scale of this iteration, a number or (); None before the first
@@ -363,7 +363,7 @@ class LossScaler(GradScaler):
         return Gradients(1.0 if self.used is None else self.used) if known is None else known
 
     def adopt(self, optimizer: Any, scale: float | Tensor = 1.0, found: Late | None = None) -> None:
-        "Take over gradients that are multiplied by `scale`; another scaler may have checked them."
+        "Record that gradients are multiplied by `scale`, and what a check of them found."
         self._known[optimizer] = Gradients(scale, found)
         self._found += [] if found is None else [found]
 
@@ -433,17 +433,17 @@ class LossScaler(GradScaler):
             )
 
     def _adapt(self, found):
-        "Change the scale where the results are: in place, for replays of a CUDA graph."
+        "Update the scale in place, on the results' device, so that a CUDA graph can be replayed."
         device = next((t.device for t in (self._scale, *found) if not t.is_cpu), "cpu")
         self._scale, growth = self._scale.to(device), self._growth_tracker.to(device)
-        self._growth_tracker = growth.clamp_(max=self._growth_interval - 1)  # it may be set lower
+        self._growth_tracker = growth.clamp_(max=self._growth_interval - 1)  # it may have shrunk
         rule = self._growth_factor, self._backoff_factor, self._growth_interval
         total: Any = sum(f.to(device) for f in found)
         private.update_scale_(self._scale, growth, total, *rule)
         self._scale.clamp_(self.min_scale, self.max_scale)
 
     def _read(self, waits=True):
-        "Record the steps whose numbers the host can read, or all."
+        "Record the steps whose results have arrived; or wait, and record all."
         while self._pending:
             found, used = self._pending[0]
             if not waits and any(isinstance(n, Late) and not n.is_ready() for n in (*found, used)):

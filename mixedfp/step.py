@@ -37,7 +37,7 @@ def guard_of(
 
 
 class MasterStep:
-    """Replaces an optimizer's `step`, until `remove` is called, where it is guarded or in chunks.
+    """Replaces an optimizer's `step` until `remove`, if steps are guarded or made in chunks.
 
     It skips steps with inf or nan in the gradients (`policy.skip_nonfinite`), as decided by its
     `guard` or by the gradient scaler that steps the optimizer. Otherwise the optimizer is left as
@@ -50,11 +50,11 @@ class MasterStep:
         self,
         opt: Any,  # a torch.optim or fastai optimizer over parameters of the model
         masters: Masters,  # of the model
-        guard: LossScaler | None = None,  # decides on each step, saved with it; or `guard_of`
+        guard: LossScaler | None = None,  # decides on each step, and is saved; or `guard_of`
     ):
         self.opt, self.core, self.masters = opt, core_of(opt), masters
         self.guard = guard_of(masters.policy) if guard is None else guard
-        self.decided_by = self.guard  # which a scaler that steps the optimizer replaces
+        self.decided_by = self.guard  # or another scaler that steps the optimizer
         self.is_removed, self.hook = False, None
         self.before: dict[str, Any] = {}  # the replaced attributes
         self.loop = self._make_loop(masters.policy)
@@ -151,7 +151,7 @@ class MasterStep:
         told = vars(self.core)
         self.decided_by = by = told.get("found_by", self.guard)  # a `LossScaler`
         is_told = "found_by" not in told and told.get("found_inf") is not None  # by a `GradScaler`
-        known = by.known_of(self.core)  # scaled: another optimizer has stepped after the same loss
+        known = by.known_of(self.core)  # scaled if another one stepped after the same loss
         is_known = by.n_scaled > 0 or known.found_inf is not None or known.inv_scale is not None
         is_alone = not is_told and not is_known
         if is_told:
@@ -180,7 +180,7 @@ class MasterStep:
         return found if is_late else bool(found)
 
     def _step_or_skip(self, known, found, closure):
-        "Step, unless gradients are nonfinite; a kernel decides by itself about what is not read."
+        "Step unless gradients are nonfinite; a fused kernel decides if nothing was read."
         given, inv_scale = {"grad_scale": None, "found_inf": None}, None
         if found is True:
             return self.skip(self.decided_by)
@@ -209,14 +209,14 @@ class MasterStep:
         for hook in after:
             hook(self.core, (), {})
 
-    def skip(self, scaler: LossScaler | None = None) -> None:  # which has decided; None: the guard
+    def skip(self, scaler: LossScaler | None = None) -> None:  # that decided; None: the guard
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
         self.decided_by = scaler or self.guard
         private.count_as_stepped(self.core)
         self._restore()
 
     def _restore(self, flag=None):
-        "Restore the buffers; if other optimizers step the model, too, those of own modules."
+        "Restore the buffers; of several optimizers each restores those of its own modules."
         is_alone = len(self.masters.steps) == 1
         own = None if is_alone else {p for ps in param_lists(self.core) for p in ps}
         self.masters.snapshot.restore(own, flag)
@@ -227,7 +227,7 @@ class MasterStep:
     # --- files and copies ---
 
     def _exported(self, state):
-        "Return the state of a parameter, in float32, with a storage that contains nothing else."
+        "Return the state of a parameter, in float32, in storages of its own."
         if self.loop is None:
             return state
         values = {k: self.loop.export(k, v) for k, v in state.items()}
@@ -312,7 +312,7 @@ class MixedTraining:
         self,
         model: nn.Module,  # in float32; cast in place. Can be wrapped in DDP or torch.compile
     ) -> None:
-        "Make `model` compute in 16 bits, or take its changes up. Raises: as `Masters`."
+        "Make `model` compute in 16 bits, or follow its changes. Raises: as `Masters`."
         model = private.unwrapped(model)
         if self.masters is not None:
             params = () if has_shards(model) else filter(is_castable, model.parameters())

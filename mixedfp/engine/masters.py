@@ -74,21 +74,21 @@ class BufferSnapshot:
         self.model = model
         self.kept: dict[tuple, tuple] = {}  # by module and name: buffer, version, copy
         self.has_statistics: dict[nn.Module, bool] = {}
-        self.n_ends = math.inf  # of optimizers' steps since the last forward pass outside a graph
-        self.skips: list[Tensor | None] = []  # of those, the flags of which restored a part
+        self.n_ends = math.inf  # steps of optimizers since the last eager forward pass
+        self.skips: list[Tensor | None] = []  # the flags of those that restored only a part
         self.save()
 
     def begin(self) -> None:
         "Save the buffers before the first forward pass of a step."
         if self.n_ends:
-            if len(self.skips) == self.n_ends:  # none was made: what the passes left is undone
+            if len(self.skips) == self.n_ends:  # no step was made: undo what the passes left
                 flags = [flag for flag in self.skips if flag is not None]
                 self.restore(None, torch.stack(flags).amin() if flags else None)
             self.save()
             self.n_ends = 0
 
     def end(self, n_optimizers: int) -> None:  # that step the model
-        "End a step; if passes are compiled none calls `begin`, so the buffers are saved now."
+        "End a step. Compiled passes do not call `begin`, so their buffers are saved now."
         self.n_ends += 1
         if self.n_ends > n_optimizers:
             self.save()
@@ -116,18 +116,18 @@ class BufferSnapshot:
         self.kept, self.skips = kept, []
 
     def _may_have_changed(self, m, b, version, saved):
-        if m not in self.has_statistics:  # their kernels raise no version
+        if m not in self.has_statistics:  # their kernels do not increment the version
             self.has_statistics[m] = isinstance(m, NORMS) or uses(m, _KERNELS)
         return self.has_statistics[m] or b._version != version
 
     @torch.no_grad()
     def restore(
         self,
-        params: Collection[Tensor] | None = None,  # of the step: not other modules' buffers
+        params: Collection[Tensor] | None = None,  # of one optimizer; other modules' buffers stay
         flag: Tensor | None = None,  # (), on the device: above 0 to restore; None: restore
     ) -> None:
         "Write the copies back, so that each buffer has the same bits as at `save`."
-        if self.n_ends == math.inf:  # each end saves: all changes since then are of this step
+        if self.n_ends == math.inf:  # each end saves, so this step made all changes
             params = None
         kept = {k: v for k, v in self.kept.items() if _belongs(k[0], params)}
         self.skips += [] if params is None else [flag]
