@@ -166,7 +166,7 @@ class MasterStep:
         known = by.look(self.core)
         done = self._step_or_skip(known, self._read(known.found_inf), closure)
         if is_told or is_alone:
-            by.adopt(self.core)  # its gradients are unscaled now, whoever steps it next
+            by.adopt(self.core)  # its gradients are no longer scaled
             by.update()
         return done
 
