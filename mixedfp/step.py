@@ -148,6 +148,8 @@ class MasterStep:
 
     def _step(self, *closure):
         private.count_as_stepped(self.core)
+        if self.loop is not None:
+            self.loop.is_planned = False  # the caller may have changed gradients since `look`
         told = vars(self.core)
         self.decided_by = by = told.get("found_by", self.guard)  # a `LossScaler`
         is_told = "found_by" not in told and told.get("found_inf") is not None  # by a `GradScaler`
@@ -205,6 +207,7 @@ class MasterStep:
         before, after = private.hooks_around_step(self.core) if is_torch else ([], [])
         for hook in before:
             hook(self.core, (), {})
+            self.loop.is_planned = False
         self.loop.step(inv_scale, **given)
         for hook in after:
             hook(self.core, (), {})

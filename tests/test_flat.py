@@ -206,20 +206,28 @@ def test_a_layer_that_changes_its_size_between_steps_trains_on(n_out):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_that_are_set_between_the_check_and_the_step_count(fused, monkeypatch):
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_gradients_that_are_set_between_the_check_and_the_step_count(fused, in_hook, monkeypatch):
     fused_like_a_gpu(monkeypatch)
     found = []
     for flat in (False, True):
         model = Net()
         opt = torch.optim.AdamW(model.parameters(), 0.01, fused=fused)
-        with_masters(model, opt, dtype="fp16", flat_master=flat)
-        scaler = LossScaler("cpu", 2.0**4)
+        with_masters(model, opt, dtype="bf16" if in_hook else "fp16", flat_master=flat)
+        scaler = LossScaler("cpu", 2.0**4, enabled=not in_hook)
+
+        def change(*_, model=model):
+            for p in model.parameters():
+                p.grad.data = p.grad.data.clamp(-1e-4, 5e-5)  # the same tensor, other memory
+
+        if in_hook:  # of a step that checks the gradients itself
+            opt.register_step_pre_hook(change)
         for _ in range(3):
             opt.zero_grad()
             scaler.scale(model(X).square().mean()).backward()
-            scaler.unscale_(opt)
-            for p in model.parameters():
-                p.grad.data = p.grad.data.clamp(-1e-4, 5e-5)  # the same tensor, other memory
+            if not in_hook:
+                scaler.unscale_(opt)
+                change()
             scaler.step(opt)
             scaler.update()
         found.append([model.state_dict(), opt.state_dict()["state"]])

@@ -211,10 +211,12 @@ SMALL = 2**16  # numbers: it takes less time to gather small gradients than to s
 
 def _forms(grads):
     "Return what a plan assumes of gradients."
+    kinds = [g if g is None else _kind(g) for g in grads]
     dense = [g for g in grads if g is not None and g.layout is torch.strided]
-    kinds = [g is None or g.layout for g in grads]
-    each = Tensor.stride, Tensor.storage_offset, attrgetter("dtype")
-    return kinds, *(list(map(f, dense)) for f in each)
+    return kinds, list(map(Tensor.stride, dense)), list(map(Tensor.storage_offset, dense))
+
+
+_kind = attrgetter("layout", "dtype")
 
 
 def _place(p, offset):
@@ -225,6 +227,10 @@ def _place(p, offset):
     if is_alone or g.dtype != p.dtype or g.stride() != p.stride():
         return None
     return memory.data_ptr(), g.storage_offset() - offset
+
+
+def _are_same(a, b):
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 class ChunkLoop:
@@ -242,6 +248,8 @@ class ChunkLoop:
         self.runs: list[Run] = []
         self.seen: list[Any] = []  # what the plan was made for, compared by identity
         self.forms: tuple = ()  # of the gradients
+        self.checked: list[Any] = []  # the gradients of these forms, until they are stepped
+        self.is_planned = False  # whether nothing can have changed since the last check
         self.calls: list[list[Chunk]] = []  # the chunks of each call of the optimizer's step
         self.stepped: list[Parameter] = []  # the parameters in them
         self.n_steps = 0
@@ -254,7 +262,8 @@ class ChunkLoop:
         **given: Any,  # `found_inf`, `grad_scale`: for a fused kernel
     ) -> None:
         "Step all parameters that have a gradient."
-        self._prepare()
+        if not self.is_planned:
+            self._prepare()
         self.shadow.refresh(**given)
         self.n_steps += 1
         grads = {run: run.grads() for run in self.runs if not run.is_gathered}
@@ -276,34 +285,36 @@ class ChunkLoop:
                     if len(state := states[chunk.param]) != n:
                         self._add_states(chunk, state)
                     chunk.store(state, self.n_steps)
-            self._share_states()
+            has_new = self._share_states()
         finally:
             torch.autograd.graph.increment_version(self.stepped)
         if any(self.loose):
             self._step_loose(inv_scale)
-        self.seen = self._objects()
+        self.checked, self.is_planned = [], False
+        if has_new or any(self.loose):
+            self.seen = self._objects()
 
     def grads(self) -> list[Tensor]:
         "Return all gradients of the next step, neighbours as one tensor."
         self._prepare()
+        self.is_planned = True
         return [g for run in self.runs for g in run.grads()] + [*map(_grad, chain(*self.loose))]
 
     def _prepare(self):
         "Make the plan of this step, unless the last one holds."
-        now = self._objects()
-        forms = _forms([p.grad for ps in param_lists(self.core) for p in ps])
-        vectors = self.masters.vectors
+        now, grads = self._objects(), list(map(_grad, chain(*param_lists(self.core))))
+        forms = self.forms if _are_same(grads, self.checked) else _forms(grads)
         is_current = (
             forms == self.forms
-            and len(now) == len(self.seen)
-            and all(map(is_, now, self.seen))
-            and all(v.is_current() for v in vectors)
+            and _are_same(now, self.seen)
+            and all(v.is_current() for v in self.masters.vectors)
             and all(run.is_current() for run in self.runs if not run.is_gathered)
         )
         if not is_current:
             lay_out(self.masters, self.core)
             self._take_plan()
             self.seen, self.forms = self._objects(), forms
+        self.checked = grads
 
     def _objects(self):
         "Return what a plan is made for, to be compared by identity."
@@ -366,7 +377,8 @@ class ChunkLoop:
                 chunk.views[k] = self._state(chunk.run.vector, k, v)[chunk.part]
 
     def _share_states(self):
-        "Update the state of each parameter of a run: views of vectors, and the run's numbers."
+        "Update the states of each run: views of vectors, and numbers. Return whether any is new."
+        has_new = False
         for run in self.runs:
             state, names = run.chunks[0].state, run.chunks[0].views
             numbers = {k: v for k, v in state.items() if k not in names}
@@ -376,7 +388,8 @@ class ChunkLoop:
                 for p in run.params:
                     views = {k: run.vector.view(whole, p) for k, whole in wholes.items()}
                     self.core.state.setdefault(p, {}).update(numbers, **views)
-            run.numbers = numbers
+            run.numbers, has_new = numbers, has_new or is_new
+        return has_new
 
     def _step_loose(self, inv_scale):
         for group, ps in filter(itemgetter(1), enumerate(self.loose)):
