@@ -19,6 +19,7 @@ import torch
 from networks import loss_of
 from torch import Tensor, nn
 
+from mixedfp.engine.forward import computing
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 
@@ -125,24 +126,25 @@ def spread(values: list[float]) -> float:
 
 
 class Loop:
-    """A plain PyTorch loop. `precision`: fp32, autocast, which is in bfloat16, bf16 or fp16."""
+    """A PyTorch loop. `precision`: fp32, bf16, fp16, autocast (in bfloat16), autocast-fp16."""
 
     def __init__(
         self,
         model: nn.Module,
         opt: torch.optim.Optimizer,
         precision: str = "fp32",
-        compiled: bool = False,
+        wrap: Callable = lambda model: model,  # such as `torch.compile`
+        scaler: Callable = LossScaler,  # for float16
         **masters,  # for `with_masters`
     ):
         device = next(model.parameters()).device.type
-        self.opt, self.context = opt, nullcontext
-        if precision == "autocast":
-            self.context = partial(torch.autocast, device, torch.bfloat16)
+        self.opt, self.context, is_fp16 = opt, nullcontext, precision.endswith("fp16")
+        if precision.startswith("autocast"):
+            dtype = torch.float16 if is_fp16 else torch.bfloat16
+            self.context = partial(torch.autocast, device, dtype)
         elif precision != "fp32":
             model, self.opt = with_masters(model, opt, dtype=precision, **masters)
-        self.scaler = LossScaler(device, init_scale=512.0, enabled=precision == "fp16")
-        self.model = torch.compile(model) if compiled else model
+        self.scaler, self.model = scaler(device, 512.0, enabled=is_fp16), wrap(model)
 
     def step(self, xs: tuple[Tensor, ...], y: Tensor) -> Tensor:
         """Run a whole training step on a batch; return the loss."""
@@ -153,6 +155,17 @@ class Loop:
         self.scaler.update()
         self.opt.zero_grad()
         return loss.detach()
+
+
+class Generation(Loop):
+    """Sixteen forward passes with the same weights, as in generating a text."""
+
+    def step(self, xs: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        """Run them; return the last one's loss."""
+        with torch.no_grad(), self.context(), computing(self.model):
+            for _ in range(16):
+                pred = self.model(*xs)
+        return loss_of(pred, y)
 
 
 class InALearner:

@@ -13,6 +13,7 @@ The ways are timed in turn with CUDA events; times are medians over the turns. `
 `max_memory_allocated` from before the model is built to the end of the third step, minus the memory
 allocated before. `launches` counts the kernels in one step, by the profiler; `waits` counts the
 calls in which the host waits for the device. float32 products use TF32. Batches are random.
+Another version of mixedfp: PYTHONPATH with its folder, and a file of its own (--out).
 """
 
 import argparse
@@ -32,12 +33,14 @@ from pathlib import Path
 from statistics import geometric_mean, mean, median, stdev
 
 import torch
-from common import FLAT, HALF, InALearner, Loop, about, in_turn, seconds, table, write
+from common import FLAT, HALF, Generation, InALearner, Loop, about, in_turn, seconds, table, write
 from networks import GPT, ViT, images, words
-from torch import nn
+from torch import distributed, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 HERE = Path(__file__).resolve().parent
-SECONDS = {"tests": 110, "small": 45, "gpt": 85, "vit": 90, "resnet": 150, "curves": 50}
+SECONDS = {"tests": 110, "small": 60, "one": 30, "gpt": 85, "vit": 90, "resnet": 120, "curves": 40}
 B16 = torch.bfloat16
 
 
@@ -70,12 +73,14 @@ MODELS: dict[str, tuple[Callable, Callable]] = {
     "vit": (partial(ViT, 12, 768, 12, 224, 16, 1000), partial(images, 128, 224, 1000)),
     "resnet": (partial(resnet, 50), lambda: channels_last(images(256, 224, 1000))),
     "small": (partial(resnet, 18), lambda: channels_last(images(8, 224, 1000))),
+    "one": (GPT, partial(words, 1, 256, 50304)),
 }
 SMALLEST: dict[str, tuple[Callable, Callable]] = {
     "gpt": (partial(GPT, 64, 32, 2, 2, 16), partial(words, 2, 16, 64)),
     "vit": (partial(ViT, 1, 32, 2, 16, 8), partial(images, 2, 16)),
     "resnet": (tiny_conv_net, lambda: channels_last(images(2, 8))),
     "small": (tiny_conv_net, lambda: channels_last(images(2, 8))),
+    "one": (partial(GPT, 64, 32, 2, 2, 16), partial(words, 1, 16, 64)),
 }
 
 
@@ -90,9 +95,21 @@ WAYS: dict[str, dict] = {
     "ours flat": MASTERS | FLAT,
     "ours half gradients": MASTERS | HALF,
     "ours smallest": MASTERS | SMALLEST_MASTERS,
-    "autocast compiled": AUTOCAST | dict(compiled=True),
-    "ours flat compiled": MASTERS | FLAT | dict(compiled=True),
+    "autocast compiled": AUTOCAST | dict(wrap=torch.compile),
+    "ours flat compiled": MASTERS | FLAT | dict(wrap=torch.compile),
 }
+FP16: dict[str, dict] = {  # with the scaler of each
+    "autocast fp16": dict(precision="autocast-fp16", scaler=GradScaler),
+    "ours flat fp16": dict(precision="fp16") | FLAT,
+    "ours flat fp16, GradScaler": dict(precision="fp16", scaler=GradScaler) | FLAT,
+}
+IN_DDP: dict[str, dict] = {  # in one process
+    "autocast ddp": AUTOCAST | dict(wrap=DistributedDataParallel),
+    "ours flat ddp": MASTERS | FLAT | dict(wrap=DistributedDataParallel),
+}
+# in a CUDA graph; many passes for one set of weights
+CAPTURED = {"autocast captured": AUTOCAST, "ours flat captured": MASTERS | FLAT}
+GENERATING = {"autocast generating": AUTOCAST, "ours flat generating": MASTERS | FLAT}
 LEARNERS: dict[str, dict] = {
     "learner float32": {},
     "learner autocast": AUTOCAST,
@@ -107,7 +124,11 @@ def trained(model: nn.Module, way: str, lr: float = 1e-4) -> Loop | InALearner:
 
         opt_func = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
         return InALearner(model, opt_func, lr, **LEARNERS[way])
-    return Loop(model, torch.optim.AdamW(model.parameters(), lr, fused=True), **WAYS[way])
+    if way in IN_DDP and not distributed.is_initialized():
+        distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1)
+    how = (WAYS | FP16 | IN_DDP | CAPTURED | GENERATING)[way]
+    opt = torch.optim.AdamW(model.parameters(), lr, fused=True, capturable=way in CAPTURED)
+    return (Generation if way in GENERATING else Loop)(model, opt, **how)
 
 
 # measurements
@@ -169,9 +190,12 @@ def measure(stage: str, args: argparse.Namespace, out: Path) -> None:
     """Measure the ways for one model, writing each row as soon as it is known."""
     device = Device(args.device)
     build, make_batch = (SMALLEST if args.smallest else MODELS)[stage]
-    ways = list(WAYS)
+    ways, on_gpu = list(WAYS), list(CAPTURED) * device.is_cuda
     if stage == "small":
-        ways = [*ways[:-2], *(LEARNERS if find_spec("fastai") is not None else ())]
+        learners = LEARNERS if find_spec("fastai") is not None else ()
+        ways = [*ways[:-2], *on_gpu, *FP16, *IN_DDP, *learners]
+    elif stage == "one":
+        ways = ["autocast", "ours flat", *on_gpu, *GENERATING]
     torch.manual_seed(0)
     xs, y = make_batch()
     batch = tuple(x.to(args.device) for x in xs), y.to(args.device)
@@ -202,16 +226,36 @@ def start(way, build, stage, device, batch, row) -> Callable:
     if stage in ("resnet", "small"):
         model = model.to(memory_format=torch.channels_last)
     run = trained(model, way)
+    step = captured(run.step, batch) if way in CAPTURED else run.step
     begin = time.perf_counter()
     for _ in range(3):
-        loss = run.step(*batch)
+        loss = step(*batch)
     device.wait()
     row["first_s"] = time.perf_counter() - begin
     row["peak_mib"] = (device.peak() - before) / 2**20
     row["held_mib"] = (device.allocated() - before) / 2**20
     row["loss"] = loss.item()
     row["turns_ms"] = []
-    return run.step
+    return step
+
+
+def captured(step: Callable, batch: tuple) -> Callable:
+    """Capture a step on `batch` in a CUDA graph, after three on a stream of their own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(*batch)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(*batch)
+
+    def replay(*batch):
+        graph.replay()
+        return loss
+
+    return replay
 
 
 def take_turns(runs: dict, rows: dict, device: Device, n_turns: int) -> None:
@@ -228,7 +272,7 @@ def warm(args: argparse.Namespace, ours: bool) -> None:
     """Compile the stages' models in advance, to fill the compiler's cache with their kernels."""
     way = "ours flat compiled" if ours else "autocast compiled"
     models = SMALLEST if args.smallest else MODELS
-    for stage in [s for s in args.stages if s in models and s != "small"]:
+    for stage in [s for s in args.stages if s in ("gpt", "vit", "resnet")]:
         build, make_batch = models[stage]
         xs, y = make_batch()
         batch = tuple(x.to(args.device) for x in xs), y.to(args.device)
@@ -384,7 +428,7 @@ def show(found: dict) -> None:
             print(f"- {name}: {(why.splitlines() or [''])[0][:160]}")
         for why, n in tests["skipped"].items():
             print(f"- {n} skipped: {why}")
-    for stage in ("gpt", "small", "vit", "resnet"):
+    for stage in ("gpt", "one", "small", "vit", "resnet"):
         if stage in stages:
             show_rows(stages[stage])
     if "curves" in stages:

@@ -89,8 +89,8 @@ RATE = 1e-4  # random targets teach nothing: keep the numbers in an ordinary ran
 SWITCHES = {  # those available to users; the best for each model is compared
     "fused": dict(fused=True),
     "fused-cl": dict(fused=True, channels_last=True),
-    "compiled": dict(fused=True, compiled=True),
-    "compiled-cl": dict(fused=True, compiled=True, channels_last=True),
+    "compiled": dict(fused=True, wrap=torch.compile),
+    "compiled-cl": dict(fused=True, wrap=torch.compile, channels_last=True),
 }
 CL, AUTOCAST, BF16 = dict(channels_last=True), dict(precision="autocast"), dict(precision="bf16")
 WAYS: dict[str, dict] = {
