@@ -155,7 +155,7 @@ def write_notebook(notebook: Path, names: Names) -> None:
     for i, cell in enumerate(without_code(cell) for cell in nb.cells if shown(cell)):
         if cell.cell_type == "markdown":
             out.append(prose(cell.source, page, notebook, names) + "\n")
-            if module in names.modules and len(out) == 1:  # under the title
+            if module in names.modules and not any(out[:-1]):  # under the title
                 address = relative(names.modules[module], page)
                 out.append(f"Reference: [`mixedfp.{module}`]({address}).\n")
             continue
