@@ -3,7 +3,7 @@
     python bench/layer_scales.py --out bench/results/layer_scales.json    # 2 minutes
 
 Needs CIFAR-10 (see `mixedfp.examples.cifar10`). Two tasks: an ordinary network on CIFAR-10, and
-the network of `guides/layer_scales`, built so that no single scale fits, on scikit-learn's digits.
+the network of `nbs/07_layerwise`, built so that no single scale fits, on scikit-learn's digits.
 Each is trained in float32, in float16 with one dynamic loss scale, and with layer scales in
 addition. After training, one batch's gradients are compared with float32 gradients for the same
 (16-bit) weights: a gradient is flushed if it is zero in float16 only.

@@ -47,6 +47,13 @@ def directives(source: str) -> list[str]:
     return found
 
 
+def module_of(notebook: Path) -> str:
+    """Return the module of `notebook`, such as diagnose.report, or an empty string."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    found = [d for cell in cells for d in directives(cell.source) if d.startswith("default_exp ")]
+    return found[0].removeprefix("default_exp ") if found else ""
+
+
 def alt_text(cell: nbformat.NotebookNode) -> str:
     """Return the description of the cell's picture from its `#| fig-alt: …` lines."""
     given = [d for d in directives(cell.source) if d.startswith("fig-alt: ")]

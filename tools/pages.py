@@ -20,6 +20,7 @@ from notebooks import (
     alt_text,
     directives,
     folded,
+    module_of,
     page_of,
     shown,
     title_of,
@@ -63,7 +64,7 @@ class Names:
                     places.setdefault(known, set()).add(f"{module.page}#{entry.anchor}")
         for notebook in notebooks:
             page = page_of(notebook)
-            for known in (notebook.stem, f"mixedfp.{page[:-3].replace('/', '.')}"):
+            for known in (notebook.stem, f"mixedfp.{module_of(notebook)}"):
                 places.setdefault(known, set()).add(page)
         self.places = {name: found.pop() for name, found in places.items() if len(found) == 1}
 
@@ -138,22 +139,30 @@ def output(out: nbformat.NotebookNode, page: str, name: str, alt: str) -> str:
     return fenced(data["text/plain"], "{ .text .output }") if "text/plain" in data else ""
 
 
+def summary_of(cell: nbformat.NotebookNode, page: str) -> str:
+    """Return the summary line for folded code; a how-to page folds the code of its module too."""
+    if "export" not in directives(cell.source) or page not in SECTIONS["How to"]:
+        return folded(cell)
+    names = re.findall(r"^(?:def|class) ([A-Za-z]\w*)", cell.source, flags=re.MULTILINE)
+    return f"source of {', '.join(names)}" if names else "imports"
+
+
 def write_notebook(notebook: Path, names: Names) -> None:
     """Write the page of `notebook`."""
     page, out = page_of(notebook), []
     nb = nbformat.read(notebook, as_version=4)
-    module = page.removesuffix(".md").replace("/", ".")
+    module = module_of(notebook)
     for i, cell in enumerate(without_code(cell) for cell in nb.cells if shown(cell)):
         if cell.cell_type == "markdown":
             out.append(prose(cell.source, page, notebook, names) + "\n")
-            if module in names.modules and len(out) == 1:  # under the title
+            if module in names.modules and not any(out[:-1]):  # under the title
                 address = relative(names.modules[module], page)
                 out.append(f"Reference: [`mixedfp.{module}`]({address}).\n")
             continue
         source = without_directives(cell.source)
         hidden = "echo: false" in directives(cell.source)
         code = fenced(source, "python") if source and not hidden else ""
-        if code and (summary := folded(cell)):  # folded: code for pictures and checks
+        if code and (summary := summary_of(cell, page)):  # folded: code for pictures and checks
             opened = '<details class="code" markdown="1">'
             code = f"{opened}\n<summary>{summary}</summary>\n\n{code}\n</details>\n"
         out.append(code)
@@ -184,7 +193,7 @@ def first_calls(names: set[str], notebooks: list[Path]) -> dict[str, tuple[str, 
             if cell.cell_type == "markdown":
                 for heading in re.findall(r"^##+ (.+)$", cell.source, flags=re.MULTILINE):
                     section = f"{page}#{slugify(heading, '-')}", f"{title}: {heading}"
-            elif not folded(cell) and "echo: false" not in directives(cell.source):
+            elif not summary_of(cell, page) and "echo: false" not in directives(cell.source):
                 called = {name for name in names - found.keys() if calls(cell.source, name)}
                 found |= dict.fromkeys(called, section)
     return found
@@ -223,9 +232,13 @@ def main() -> None:
     users = [notebooks[page] for page in LISTED if page in notebooks and page != "index.md"]
     modules = read_reference(users)
     names = Names(modules, list(notebooks.values()))
+    homes = {module_of(notebook): page for page, notebook in notebooks.items()}
     for notebook in notebooks.values():
         write_notebook(notebook, names)
-    texts = {module.page: reference.page(module) for module in modules}
+    texts = {}
+    for module in modules:
+        built = relative(homes[module.name], module.page)
+        texts[module.page] = reference.page(module, built)
     texts[ALL_NAMES] = reference.index(modules)
     for name in ("CHANGELOG", "CONTRIBUTING"):
         texts[f"{name.lower()}.md"] = (ROOT / f"{name}.md").read_text(encoding="utf-8")

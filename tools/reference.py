@@ -264,11 +264,10 @@ def describe(entry: Entry, level: int) -> list[str]:
     return out
 
 
-def page(module: Module) -> str:
-    """Write the page of `module`."""
+def page(module: Module, notebook: str) -> str:
+    """Write the page of `module`, which `notebook` exports."""
     out = [f"# mixedfp.{module.name}\n", module.doc + "\n"]
-    notebook = "../" * module.page.count("/") + module.name.replace(".", "/")
-    out.append(f"How it is built, with tests: [the notebook]({notebook}.md).\n")
+    out.append(f"How to use it and how it is built: [the notebook]({notebook}).\n")
     for entry in module.entries:
         out += describe(entry, 2)
     return "\n".join(part for part in out if part.strip())
