@@ -58,10 +58,10 @@ def with_masters(
     """Train `model` in 16 bits: its float32 parameters are the masters that `optimizers` step.
 
     Each forward pass rounds the parameters into 16-bit copies; float16 also needs a `LossScaler` or
-    `torch.amp.GradScaler`. Call it before or after
-    `DistributedDataParallel` and `torch.compile`, and after `fully_shard`, whose float32 shards are
-    the masters. With `dtype=torch.float32` no result changes. `opt.masters` has `restore()`, which
-    ends mixed precision, `skipped`, which lists skipped steps, and `float_model()`.
+    `torch.amp.GradScaler`. Call it before or after `DistributedDataParallel` and `torch.compile`,
+    and after `fully_shard`, whose float32 shards are the masters. With `dtype=torch.float32` no
+    result changes. `opt.masters` has `restore()`, which ends mixed precision, `skipped`, which
+    lists skipped steps, and `float_model()`.
     `state_dtype={"exp_avg": torch.bfloat16}` rounds a state after each step; files contain float32.
     With `half_grads`, gradients of several backward passes add up in 16 bits. A scaler's `unscale_`
     makes them float32, in the memory that was saved.
