@@ -2,7 +2,7 @@
 
     1 numbers   torch_private, formats, testing ‖ nested, sharded
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise
-    3 engine    in_float32, writes, rounded, forward, masters, optimizers, flat: in this order
+    3 engine    in_float32, rounded, forward, masters, optimizers, flat: in this order
     4 step      step; then diagnose, which inspects a model's numbers without a trainer: report,
                 audit, memory, overflow, and the package itself, which exports their names
     5 trainers  optimizer, resume, callback ‖ skorch ‖ trainers, checkpoint ‖ fsdp
@@ -22,7 +22,7 @@ from pathlib import Path
 from notebooks import ROOT
 
 PACKAGE = "mixedfp"
-ENGINE = "in_float32 writes rounded forward masters optimizers flat".split()
+ENGINE = "in_float32 rounded forward masters optimizers flat".split()
 # each module may import those on earlier lines and, in a list, those before it
 FLOORS = [
     [{"torch_private"}, {"formats"}, {"testing", "nested"}, {"sharded"}],

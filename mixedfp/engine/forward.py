@@ -18,8 +18,7 @@ from torch.nn.functional import group_norm, layer_norm, rms_norm
 
 from ..cast import FloatForward, Policy, WrappedForward, is_called, kept_parts, to_float
 from .in_float32 import InFloat32, has_arithmetic
-from .rounded import Copies, Passes
-from .writes import uses
+from .rounded import Copies, Passes, uses
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, warn_once

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..cast import Policy, is_castable
 from .forward import forward_of, install_forward, remove_forward
-from .writes import uses
+from .rounded import uses
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import warn_once
