@@ -68,11 +68,10 @@ def results_table(
     """Return the means over the seeds, the deviation of the accuracy, and the fastest time."""
     import pandas as pd
 
-    runs = pd.DataFrame(results).drop(columns=["seed", "losses"]).groupby("precision", sort=False)
-    table = pd.DataFrame(runs.mean())
+    runs = pd.DataFrame(results).drop(columns="losses").groupby("precision", sort=False)
+    table = runs.mean().drop(columns=["seed", "step_ms"])
     table.insert(1, "±", runs.accuracy.std())
     table["ms/step"] = runs.step_ms.min()
-    table = table.drop(columns="step_ms")
     if "fp32" in table.index:
         table["speed"] = table.loc["fp32", "ms/step"] / table["ms/step"]  # pyright: ignore
     return table.dropna(axis=1, how="all")  # pyright: ignore

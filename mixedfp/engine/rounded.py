@@ -130,7 +130,7 @@ def _names_of(module, is_forward):
     # "linalg" of "linalg_inv"
     names = {name for f in held for name in (f.__name__, f.__name__.partition("_")[0])}
     # not cached: a hook may hold a model
-    return names.union(_names_in(tuple(own), cls), *(_names_in.__wrapped__((f,)) for f in known))
+    return names | _names_in(tuple(own), cls) | _names_in.__wrapped__(tuple(known))
 
 
 def _top(module):
