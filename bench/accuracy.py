@@ -12,8 +12,7 @@ from statistics import mean, stdev
 
 from common import about, options, table, write
 
-from mixedfp.compare import MODELS, train_once
-from mixedfp.examples import cifar10
+from mixedfp.examples import MODELS, cifar10, train_once
 
 
 def main() -> None:

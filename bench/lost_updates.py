@@ -15,8 +15,7 @@ from fastai.callback.core import Callback
 from fastai.metrics import accuracy
 from fastai.torch_core import set_seed
 
-from mixedfp.compare import MODELS, OPTIMIZERS, make_learner
-from mixedfp.examples import cifar10
+from mixedfp.examples import MODELS, OPTIMIZERS, cifar10, make_learner
 
 PRECISIONS = ["fp32", "bf16-flat", "bf16-pure"]
 

@@ -164,7 +164,7 @@ def test_the_search_excludes_internal_pages():
     found = json.loads((SITE / "search" / "search_index.json").read_text(encoding="utf-8"))
     pages = {place["location"].partition("#")[0] for place in found["docs"]}
     assert {"index.html", "api/callback.html", "scaler.html"} <= pages
-    internal = "command compare examples nested sharded testing".split()
+    internal = "compare examples nested sharded testing".split()
     assert not [p for p in pages if p.startswith("engine") or p[:-5] in internal]
 
 

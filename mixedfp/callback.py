@@ -21,7 +21,6 @@ from fastai.torch_core import no_random
 from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .cast import Policy
 from .diagnose import audit, overflow, report
@@ -225,8 +224,8 @@ class MixedPrecision(Callback):
         return "lr_finder" in vars(self.learn)
 
     def _has_other_ranks(self):
-        is_shared = isinstance(self.model, DistributedDataParallel) or has_shards(self.model)
-        if not (is_shared or "distributed_trainer" in vars(self.learn)):
+        is_ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        if not (is_ddp or has_shards(self.model) or "distributed_trainer" in vars(self.learn)):
             return False
         return distributed.is_initialized() and distributed.get_world_size() > 1
 

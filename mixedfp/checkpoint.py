@@ -16,7 +16,6 @@ from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner, SkipToEpoch, join_path_file
 from fastai.torch_core import get_model, rank_distrib
 from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
 from .formats import MixedPrecisionError
 from .nested import check_positive, check_steps, warn_once
@@ -121,7 +120,7 @@ class Checkpoint(Callback):
         return [cb for cb in self.learn.cbs if isinstance(cb, _COUNTING)]
 
     def _n_processes(self):
-        is_shared = isinstance(self.model, DistributedDataParallel)
+        is_shared = isinstance(self.model, torch.nn.parallel.DistributedDataParallel)
         return distributed.get_world_size(self.model.process_group) if is_shared else 1
 
     def _load(self, learn):

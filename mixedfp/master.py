@@ -44,10 +44,13 @@ def get_master(
     masters contains one vector, or is empty if there are no parameters.
     """
     model_params = split_params(layer_groups)
-    masters = [[p.detach().float().clone() for p in ps] for ps in model_params]
-    if flat_master:
-        masters = [[torch.cat([m.reshape(-1) for m in ms])] if ms else [] for ms in masters]
+    masters = [[p.detach().to(torch.float32, copy=True) for p in ps] for ps in model_params]
+    masters = map(_joined, masters) if flat_master else masters
     return model_params, [[Parameter(m) for m in ms] for ms in masters]
+
+
+def _joined(tensors):
+    return [torch.cat([t.reshape(-1) for t in tensors])] if tensors else []
 
 # %% ../nbs/05_master.ipynb #11415d65
 def model_g2master_g(
@@ -60,14 +63,9 @@ def model_g2master_g(
     If a parameter has no gradient, its master's is None; in a flat master its slice is zero.
     """
     for params, masters in zip(model_params, master_params, strict=True):
-        grads = [None if p.grad is None else p.grad.detach().float().clone() for p in params]
-        if flat_master:
-            full = [
-                (torch.zeros_like(p, dtype=torch.float32) if g is None else g).reshape(-1)
-                for p, g in zip(params, grads, strict=True)
-            ]
-            grads = [torch.cat(full)] if full else []
-        for master, grad in zip(masters, grads, strict=True):
+        grads = [torch.zeros_like(p) if p.grad is None and flat_master else p.grad for p in params]
+        wide = [g if g is None else g.detach().to(torch.float32, copy=True) for g in grads]
+        for master, grad in zip(masters, _joined(wide) if flat_master else wide, strict=True):
             master.grad = grad
 
 # %% ../nbs/05_master.ipynb #df8c88c1

@@ -72,22 +72,17 @@ def assert_same(
         raise AssertionError(f"{name}: {a!r} is not {b!r}")
 
 # %% ../nbs/01_testing.ipynb #557989fe
-def linear_model(
-    w: Sequence[float] | Sequence[Sequence[float]] = (1.0, -2.0, 0.5, 0.25),  # (in,) or (out, in)
-) -> nn.Linear:  # float32, no bias; no random numbers are drawn
-    "Return an `nn.Linear` with the weights `w`, whose gradients are known in closed form."
-    weight = torch.atleast_2d(torch.tensor(w))
-    model = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    model.weight = nn.Parameter(weight)
+def linear_model(w: Sequence[float]) -> nn.Linear:  # float32, no bias; no random numbers are drawn
+    "Return an `nn.Linear` with one output and the weights `w`, whose gradients are known."
+    model = nn.Linear(len(w), 1, bias=False, device="meta")
+    model.weight = nn.Parameter(torch.tensor([w]))
     return model
 
 # %% ../nbs/01_testing.ipynb #4568ab41
-def tiny_net(
-    seed: int = 0,  # >= 0; for the initial weights
-) -> nn.Sequential:  # float32, CPU, training mode; (n, 3, 8, 8) to (n, 2)
-    """Return a convolution, BatchNorm, ReLU and linear layer: 250 parameters."""
+def tiny_net() -> nn.Sequential:  # float32, CPU, training mode; (n, 3, 8, 8) to (n, 2)
+    """Return a convolution, BatchNorm, ReLU and linear layer: 250 parameters, always the same."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also reseed the GPUs
         return nn.Sequential(OrderedDict[str, nn.Module](
             conv=nn.Conv2d(3, 8, 3, bias=False),
             norm=nn.BatchNorm2d(8),

@@ -10,13 +10,13 @@ import sys
 import pytest
 import torch
 
-from mixedfp.command import PRECISIONS, main
+from mixedfp.compare import PRECISIONS, main
 
 QUICK = ["--model", "darknet-small", "--epochs", "1", "--n-train", "128", "--n-valid", "32"]
 QUICK += ["--device", "cpu"]
 
 
-def run_command(folder, *args, code="from mixedfp.command import main; main()"):
+def run_command(folder, *args, code="from mixedfp.compare import main; main()"):
     """Run `mixedfp_compare` with `args` in `folder`, in a process of its own."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *args]
@@ -70,7 +70,7 @@ WRONG = [  # found by the standard library alone
 def test_simple_mistakes_are_found_before_torch_is_imported(tmp_path):
     code = f"""if True:
         import sys
-        from mixedfp.command import main
+        from mixedfp.compare import main
         for args, _ in {WRONG!r}:
             try:
                 main(args)
@@ -112,20 +112,20 @@ def test_a_model_of_torchvision(tmp_path, capsys):
 
 @pytest.mark.parametrize("named", [[], ["--precisions", "autocast-bf16", "bf16"]])
 def test_slow_autocast_is_left_out_unless_it_is_named(named, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("mixedfp.compare.has_arithmetic", lambda device, dtype: False)
+    monkeypatch.setattr("mixedfp.engine.in_float32.has_arithmetic", lambda device, dtype: False)
     trained_names = [r["precision"] for r in trained(tmp_path, *named)["results"]]
     said = "autocast-bf16 is left out" in capsys.readouterr().out
     assert said == (not named) and ("autocast-bf16" in trained_names) == bool(named)
     assert named or trained_names == [name for name in PRECISIONS if name != "autocast-bf16"]
 
 
-def test_the_names_of_the_command_are_those_of_compare(capsys):
-    compare = importlib.import_module("mixedfp.compare")
+def test_the_names_of_the_command_are_those_of_the_examples(capsys):
+    examples = importlib.import_module("mixedfp.examples")
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert f"--opt {{{','.join(compare.OPTIMIZERS)}}}" in shown
-    assert ", ".join(compare.MODELS) in shown and compare.PRECISIONS == list(PRECISIONS)
+    assert f"--opt {{{','.join(examples.OPTIMIZERS)}}}" in shown
+    assert ", ".join(examples.MODELS) in shown and examples.PRECISIONS == list(PRECISIONS)
 
 
 def test_seeds_follow_the_first_and_a_run_that_diverged_is_saved(tmp_path):

@@ -65,7 +65,7 @@ def test_a_late_import_is_seen():
 
 
 def test_the_command_waits_with_its_imports():
-    assert printed_by("import sys, mixedfp.command; print('torch' in sys.modules)") == ["False"]
+    assert printed_by("import sys, mixedfp.compare; print('torch' in sys.modules)") == ["False"]
 
 
 @pytest.mark.parametrize("order", [("fastai.vision", "mixedfp"), ("mixedfp", "fastai.vision")])

@@ -2,15 +2,15 @@
 
     1 numbers   torch_private, formats, testing ‖ nested, sharded
     2 ideas     cast ‖ master ‖ scaler ‖ layerwise
-    3 engine    in_float32, writes, rounded, forward, masters, optimizers, flat: in this order
+    3 engine    in_float32, rounded, forward, masters, optimizers, flat: in this order
     4 step      step; then diagnose, which inspects a model's numbers without a trainer: report,
                 audit, memory, overflow, and the package itself, which exports their names
     5 trainers  optimizer, resume, callback ‖ skorch ‖ trainers, checkpoint ‖ fsdp
-    6 tools     examples, compare, command, all
+    6 tools     examples, compare, all
 
 Floors 1 to 4, `optimizer`, `resume` and `trainers` need only torch, fastcore and the standard
 library (`resume` also NumPy, whose random state it saves); a function there can still import
-matplotlib or pandas when it draws a plot or a table, and `trainers` a trainer's packages. `command`
+matplotlib or pandas when it draws a plot or a table, and `trainers` a trainer's packages. `compare`
 imports the training code inside a function, so that `--help` responds at once.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from notebooks import ROOT
 
 PACKAGE = "mixedfp"
-ENGINE = "in_float32 writes rounded forward masters optimizers flat".split()
+ENGINE = "in_float32 rounded forward masters optimizers flat".split()
 # each module may import those on earlier lines and, in a list, those before it
 FLOORS = [
     [{"torch_private"}, {"formats"}, {"testing", "nested"}, {"sharded"}],
@@ -31,7 +31,7 @@ FLOORS = [
     [{"step"}, {"diagnose.report", "diagnose.audit", "diagnose.memory"}, {"diagnose.overflow"}]
     + [{"diagnose"}],
     [{"optimizer", "resume"}, {"callback", "skorch", "trainers"}, {"checkpoint", "fsdp"}],
-    [{"examples"}, {"compare"}, {"command"}, {"all"}],
+    [{"examples"}, {"compare"}, {"all"}],
 ]
 STEPS = [names for floor in FLOORS for names in floor]
 BELOW = {name: set().union(*STEPS[:i]) for i, names in enumerate(STEPS) for name in names}
@@ -69,7 +69,7 @@ def complaint(module: str, name: str, in_function: bool) -> str | None:
         own = next((name for name in names if name in BELOW), None)
         if own not in (None, module) and own not in BELOW[module]:
             return f"imports {PACKAGE}.{own}, which is not below it"
-    elif module == "command" and not in_function and package not in sys.stdlib_module_names:
+    elif module == "compare" and not in_function and package not in sys.stdlib_module_names:
         return f"imports {package}: use only the standard library, so that `--help` is fast"
     elif module in BARE and package not in (
         IN_FUNCTIONS[module] if in_function else ON_IMPORT | ALSO.get(module, set())

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..cast import to_float
@@ -194,7 +193,7 @@ def _judge_weights(audit, names, core):
 @torch.no_grad()
 def _update(shadow, group, p, state):
     "Return the values of `p` and their update in a step; 0 if it is not known."
-    full, grad = Parameter(_local(p).float()), p.grad
+    full, grad = nn.Parameter(_local(p).float()), p.grad
     before = full.detach().clone()
     if grad is None:  # by the momentum alone; Adam's first step: each weight by the learning rate
         has_momentum = any(isinstance(v, Tensor) and v.dim() for v in state.values())

@@ -19,9 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
-from torch.nn import functional as F
 
 from ..cast import Policy, to_float
 from ..engine.forward import install_forward, remove_forward
@@ -53,7 +50,7 @@ def _copy_on(model, device):
 
     def empty(t):
         new = torch.empty(t.shape, dtype=t.dtype, device=device)
-        return Parameter(new, t.requires_grad) if isinstance(t, Parameter) else new
+        return nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
 
     return copy.deepcopy(model, {id(t): empty(t) for t in (*model.parameters(), *model.buffers())})
 
@@ -75,7 +72,7 @@ def _activation_bytes(model, batch, mode):
         if mode not in ("float32", "autocast"):
             install_forward(twin, _POLICY)  # a fake weight is cast by autocast: as many bytes
             at_end.callback(remove_forward, twin)  # a cycle, which would not be freed at once
-        with saved_tensors_hooks(pack, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
                 out = twin(**inputs) if isinstance(inputs, dict) else twin(*inputs)
             map_tensors(pack, out)  # a loop keeps its predictions
@@ -92,7 +89,7 @@ def _loss(out):
     "Return the loss that the model computed, or else a classification loss of the first output."
     if getattr(out, "loss", None) is not None:
         return out.loss
-    return F.log_softmax(to_float(tensors_in(out)[0]), -1).mean()
+    return to_float(tensors_in(out)[0]).log_softmax(-1).mean()
 
 # %% ../../nbs/diagnose/04_memory.ipynb #dfa1eef5
 @dataclass(repr=False)

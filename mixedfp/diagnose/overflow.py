@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,7 +178,7 @@ def _cause(name, ins, out):
 
 
 _POLES = frozenset("div div_ log log2 log10 rsqrt reciprocal pow".split())
-_NOT_THE_USERS = tuple(f"{Path(str(m.__file__)).parent}{os.sep}" for m in (torch, mixedfp))
+_NOT_THE_USERS = tuple(os.path.dirname(str(m.__file__)) + os.sep for m in (torch, mixedfp))
 
 
 def _user_line(frames):
@@ -188,7 +187,7 @@ def _user_line(frames):
         if f.filename == __file__ and f.name == "_run":
             break
         if not f.filename.startswith(_NOT_THE_USERS) and f.name != "__torch_function__":
-            file = "cell" if "ipykernel" in f.filename else Path(f.filename).name
+            file = "cell" if "ipykernel" in f.filename else os.path.basename(f.filename)
             return f"{file}:{f.lineno}: {f.line}"
     return ""
 

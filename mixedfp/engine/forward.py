@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.nn.functional import group_norm, layer_norm, rms_norm
 
 from ..cast import FloatForward, Policy, WrappedForward, is_called, kept_parts, to_float
 from .in_float32 import InFloat32, has_arithmetic
-from .rounded import Copies, Passes
-from .writes import uses
+from .rounded import Copies, Passes, uses
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import cast_floats, warn_once
@@ -175,11 +173,11 @@ class NormForward(PartForward):
             x, w, b = (None if t is None else t.to(wide) for t in (x, w, b))
         with without_autocast(x.device.type):
             if isinstance(m, nn.LayerNorm):
-                y = layer_norm(x, m.normalized_shape, w, b, m.eps)
+                y = nn.functional.layer_norm(x, m.normalized_shape, w, b, m.eps)
             elif isinstance(m, nn.GroupNorm):
-                y = group_norm(x, m.num_groups, w, b, m.eps)
+                y = nn.functional.group_norm(x, m.num_groups, w, b, m.eps)
             else:
-                y = rms_norm(x, m.normalized_shape, w, m.eps)
+                y = nn.functional.rms_norm(x, m.normalized_shape, w, m.eps)
         return y.to(input.dtype)
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ..cast import Policy, is_castable
 from .forward import forward_of, install_forward, remove_forward
-from .writes import uses
+from .rounded import uses
 from ..formats import MixedPrecisionError
 from ..layerwise import LayerwiseGradientScaler
 from ..nested import warn_once
@@ -42,7 +41,7 @@ def check_model(model: nn.Module, policy: Policy) -> None:
             "call that Learner's to_fp32(), or opt.masters.restore(), and try again"
         )
     for name, t in chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(t) or t.is_meta:
+        if nn.parameter.is_lazy(t) or t.is_meta:
             raise MixedPrecisionError(
                 f"`{name}` has no values yet: run a batch through the model first, or, on the meta "
                 "device, call model.to_empty(device='cpu') and initialize it"
