@@ -98,18 +98,18 @@ WAYS: dict[str, dict] = {
     "autocast compiled": AUTOCAST | dict(wrap=torch.compile),
     "ours flat compiled": MASTERS | FLAT | dict(wrap=torch.compile),
 }
-FP16: dict[str, dict] = {  # with the scaler of each
+DDP = dict(wrap=DistributedDataParallel)
+ALSO: dict[str, dict] = {  # float16 with a scaler, DDP in one process, a CUDA graph, many passes
     "autocast fp16": dict(precision="autocast-fp16", scaler=GradScaler),
     "ours flat fp16": dict(precision="fp16") | FLAT,
     "ours flat fp16, GradScaler": dict(precision="fp16", scaler=GradScaler) | FLAT,
+    "autocast ddp": AUTOCAST | DDP,
+    "ours flat ddp": MASTERS | FLAT | DDP,
+    "autocast captured": AUTOCAST,
+    "ours flat captured": MASTERS | FLAT,
+    "autocast generating": AUTOCAST,
+    "ours flat generating": MASTERS | FLAT,
 }
-IN_DDP: dict[str, dict] = {  # in one process
-    "autocast ddp": AUTOCAST | dict(wrap=DistributedDataParallel),
-    "ours flat ddp": MASTERS | FLAT | dict(wrap=DistributedDataParallel),
-}
-# in a CUDA graph; many passes for one set of weights
-CAPTURED = {"autocast captured": AUTOCAST, "ours flat captured": MASTERS | FLAT}
-GENERATING = {"autocast generating": AUTOCAST, "ours flat generating": MASTERS | FLAT}
 LEARNERS: dict[str, dict] = {
     "learner float32": {},
     "learner autocast": AUTOCAST,
@@ -124,11 +124,10 @@ def trained(model: nn.Module, way: str, lr: float = 1e-4) -> Loop | InALearner:
 
         opt_func = partial(OptimWrapper, opt=partial(torch.optim.AdamW, fused=True))
         return InALearner(model, opt_func, lr, **LEARNERS[way])
-    if way in IN_DDP and not distributed.is_initialized():
+    if "ddp" in way and not distributed.is_initialized():
         distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1)
-    how = (WAYS | FP16 | IN_DDP | CAPTURED | GENERATING)[way]
-    opt = torch.optim.AdamW(model.parameters(), lr, fused=True, capturable=way in CAPTURED)
-    return (Generation if way in GENERATING else Loop)(model, opt, **how)
+    opt = torch.optim.AdamW(model.parameters(), lr, fused=True, capturable="captured" in way)
+    return (Generation if "generating" in way else Loop)(model, opt, **(WAYS | ALSO)[way])
 
 
 # measurements
@@ -190,12 +189,11 @@ def measure(stage: str, args: argparse.Namespace, out: Path) -> None:
     """Measure the ways for one model, writing each row as soon as it is known."""
     device = Device(args.device)
     build, make_batch = (SMALLEST if args.smallest else MODELS)[stage]
-    ways, on_gpu = list(WAYS), list(CAPTURED) * device.is_cuda
+    ways, also = list(WAYS), [w for w in ALSO if device.is_cuda or "captured" not in w]
     if stage == "small":
-        learners = LEARNERS if find_spec("fastai") is not None else ()
-        ways = [*ways[:-2], *on_gpu, *FP16, *IN_DDP, *learners]
+        ways = [*ways[:-2], *also[:-2], *(LEARNERS if find_spec("fastai") is not None else ())]
     elif stage == "one":
-        ways = ["autocast", "ours flat", *on_gpu, *GENERATING]
+        ways = ["autocast", "ours flat", *also[5:]]
     torch.manual_seed(0)
     xs, y = make_batch()
     batch = tuple(x.to(args.device) for x in xs), y.to(args.device)
@@ -226,7 +224,7 @@ def start(way, build, stage, device, batch, row) -> Callable:
     if stage in ("resnet", "small"):
         model = model.to(memory_format=torch.channels_last)
     run = trained(model, way)
-    step = captured(run.step, batch) if way in CAPTURED else run.step
+    step = captured(run.step, batch) if "captured" in way else run.step
     begin = time.perf_counter()
     for _ in range(3):
         loss = step(*batch)
