@@ -31,10 +31,10 @@ settings = st.fixed_dictionaries(
 )
 
 
-def make(optimizer=torch.optim.SGD, n=2, lr=1.0, **kwargs):
+def make():
     """Return a weight of zeros, and its optimizer."""
-    w = nn.Parameter(torch.zeros(n))
-    return w, optimizer([w], lr=lr, **kwargs)
+    w = nn.Parameter(torch.zeros(2))
+    return w, torch.optim.SGD([w], lr=1.0)
 
 
 def end(scaler, opt):
@@ -168,34 +168,14 @@ def test_float16_gradients_are_refused():
     assert w.grad.tolist() == [8.0, 8.0]
 
 
-@pytest.mark.parametrize("kwargs", [{}, dict(fused=True), dict(foreach=True)], ids=str)
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_skip_changes_nothing_and_clipping_sees_true_gradients(optimizer, kwargs):
-    kwargs = kwargs | (dict(momentum=0.9) if optimizer is torch.optim.SGD else {})
-    (w, opt), (v, plain) = make(optimizer, lr=0.1, **kwargs), make(optimizer, lr=0.1, **kwargs)
-    scaler, schedule = LossScaler("cpu", 2.0**10), torch.optim.lr_scheduler.StepLR(opt, 99)
-    for factor in (INF, 3.0, NAN, 5.0):
-        before = copy.deepcopy((w.data, opt.state_dict()))
-        opt.zero_grad()
-        scaler.scale(w.sum() * factor).backward()
-        scaler.unscale_(opt)
-        scaler.unscale_(opt)
-        if math.isfinite(factor):
-            assert w.grad.tolist() == [factor] * 2
-        nn.utils.clip_grad_norm_([w], 1.0)
-        assert scaler.step(opt) is math.isfinite(factor)
-        scaler.update()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            schedule.step()  # does not warn that it comes before the first step
-        if not math.isfinite(factor):
-            assert_same((w.data, opt.state_dict()), before)
-            continue
-        v.grad = torch.full((2,), factor)
-        nn.utils.clip_grad_norm_([v], 1.0)
-        plain.step()
-    assert_same([w.data, opt.state_dict()["state"]], [v.data, plain.state_dict()["state"]])
-    assert scaler.skipped == [0, 2]
+@pytest.mark.parametrize("factor", [INF, NAN])
+def test_a_schedule_does_not_warn_that_it_comes_before_a_skipped_step(factor):
+    scaler, (w, opt) = LossScaler("cpu", 2.0**10), make()
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 99)
+    assert iterate(scaler, w, opt, factor) is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()
 
 
 def test_steps_out_of_order_and_without_gradients():
@@ -213,26 +193,6 @@ def test_steps_out_of_order_and_without_gradients():
     opt.zero_grad()
     scaler.scale(torch.zeros(()))
     assert scaler.step(opt) is True and w.tolist() == [-1.0, -1.0]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("n_updates", [1, 3])
-@pytest.mark.parametrize("bad", [{0, 1}, {1, 2}, {2}, {0, 1, 2}], ids=str)
-def test_optimizers_skip_alone_and_each_update_counts(bad, n_updates, fused):
-    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-    opts = [torch.optim.SGD([p], lr=0.125, fused=fused) for p in params]
-    scaler = LossScaler("cpu", init_scale=8.0, growth_interval=1)
-    for overflows in (bad, set()):
-        scaler.scale(sum(p.sum() for p in params)).backward()
-        for i, (p, opt) in enumerate(zip(params, opts, strict=True)):
-            p.grad.mul_(INF if i in overflows else 1.0)
-            assert scaler.step(opt) is (i not in overflows)
-            if n_updates == 3 or i == 2:
-                scaler.update()
-            opt.zero_grad()
-    assert scaler.skipped == ([0] if n_updates == 1 else sorted(bad))
-    assert (scaler.n_steps, scaler.scales[0]) == (2 * n_updates, 8.0)
-    assert [p[0].item() for p in params] == [0.75 + 0.125 * (i in bad) for i in range(3)]
 
 
 @pytest.mark.parametrize("updates", ["g", "dg"])
@@ -284,15 +244,14 @@ def test_an_interrupt_between_verbs_leaves_a_scaler_that_works(n_verbs, factor, 
     rest = [lambda: scaled.backward(), lambda: scaler.unscale_(opt), lambda: scaler.step(opt)]
     for verb in [*rest, scaler.update][: max(0, n_verbs - 1)]:
         verb()
-    if keeps_gradients and factor == 1.0 and n_verbs > 1:
+    is_added = keeps_gradients and factor == 1.0 and n_verbs > 1
+    for added in [is_added, False, False, False]:
         before = w[0].item()
+        if not added:
+            opt.zero_grad()
         scaler.scale(w.sum()).backward()
-        assert end(scaler, opt)
-        assert w[0].item() == before - 2.0  # the true gradients of two batches add up
-    for _ in range(3):
-        before = w[0].item()
-        assert iterate(scaler, w, opt) is True
-        assert w[0].item() == before - 1.0
+        assert end(scaler, opt) is True
+        assert w[0].item() == before - 1.0 - added  # true gradients of two batches add up
     assert scaler.get_scale() == float(scaler.used)
 
 
