@@ -94,10 +94,10 @@ class Setup(NamedTuple):
     """How a program trains."""
 
     opt: str
-    flat: bool
-    dtype: torch.dtype
     scale: float | None  # of the loss, at first
+    flat: bool
     has_scalar: bool
+    dtype: torch.dtype
 
     @property
     def kept(self):
@@ -240,8 +240,15 @@ class Laws(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data):
-        columns = self.opts, self.flat, self.dtypes, [None, 2.0**4, 2.0**10], [False, True]
-        setup = Setup(*(data.draw(st.sampled_from(values)) for values in columns))
+        setup = st.builds(
+            Setup,
+            opt=st.sampled_from(self.opts),
+            scale=st.sampled_from([None, 2.0**4, 2.0**10]),
+            flat=st.sampled_from(self.flat),
+            has_scalar=st.booleans(),
+            dtype=st.sampled_from(self.dtypes),
+        )
+        setup = data.draw(setup)
         self.mine, self.twin = Mixed(setup), self.twin_of(setup)
         self.stage, self.saved = "empty", None  # of the gradients: or "scaled", or "true"
 
