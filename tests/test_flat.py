@@ -1,25 +1,32 @@
-"""Flat: gradients are slices of vectors where parameters are, and a step takes whole runs."""
+"""Flat: gradients are slices of vectors where parameters are, and a step takes whole runs.
 
+At the end `state_dtype=`: second moments in bfloat16 move, are reproducible, and stay finite.
+"""
+
+import io
 import math
+from functools import partial
 
 import pytest
 import torch
-from laws import read_late
-from torch import nn
+from laws import read_late, small_chunks
+from torch import nn, optim
 from torch.amp import GradScaler
 
 from mixedfp import scaler as scalers
 from mixedfp import step
 from mixedfp.engine import rounded
+from mixedfp.formats import MixedPrecisionError, round_stochastically
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
 X = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(0))
+FACTORS = [1.0, 1.0, math.inf, 1.0, 1.0, math.nan, 1.0, math.inf, math.nan, 1.0]
 FUSED = {
-    "SGD": (torch.optim.SGD, dict(lr=0.1, momentum=0.9)),
-    "AdamW": (torch.optim.AdamW, dict(lr=0.01)),
-    "Adagrad": (torch.optim.Adagrad, dict(lr=0.1)),
+    "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": partial(optim.AdamW, lr=0.01, fused=True),
+    "Adagrad": partial(optim.Adagrad, lr=0.1, fused=True),
 }
 
 
@@ -38,52 +45,65 @@ class Net(nn.Module):
         return self.head(self.norm(self.layers(self.table(x)).mean(1)))
 
 
-def fused_like_a_gpu(monkeypatch):
-    """Take the fused kernels of this CPU for a GPU's: they may skip, and step whole runs."""
-    monkeypatch.setattr(step, "_UNEVEN", set())
-    read_late(monkeypatch)
+def flat_sgd(model, groups=None):
+    """Give `model` flat masters; return their optimizer."""
+    opt = optim.SGD(groups or model.parameters(), 0.1)
+    with_masters(model, opt, dtype="bf16", flat_master=True)
+    return opt
 
 
-def train(opt, flat, dtype="bf16", kind="guard", change=lambda i, model, opt: None, **settings):
+def train(opt, flat, dtype="bf16", kind="guard", change=lambda *_: None):
+    """Return what a step changes and the scales, and the optimizer."""
     model = Net()
     opt = opt(model.parameters())
-    with_masters(model, opt, dtype=dtype, flat_master=flat, **settings)
-    make = {"LossScaler": LossScaler, "GradScaler": GradScaler}.get(kind)
-    scaler = LossScaler(enabled=False) if make is None else make("cpu", 2.0**4, growth_interval=2)
-    for i, factor in enumerate([1.0, 1.0, math.inf, 1.0, 1.0, math.nan, 1.0]):
+    if kind != "no masters":
+        with_masters(model, opt, dtype=dtype, flat_master=flat)
+    make = {"guard": partial(LossScaler, enabled=False), "GradScaler": GradScaler}
+    scaler = make.get(kind, LossScaler)("cpu", 2.0**4, growth_interval=2)
+    for i, factor in enumerate(FACTORS):
         opt.zero_grad()
         scaler.scale(model(X).square().mean() * factor).backward()
-        change(i, model, opt)
+        change(i, model, opt, scaler)
         scaler.step(opt)
         scaler.update()
-    assert opt.masters.skipped == [2, 5]
-    return [model.state_dict(), opt.state_dict()["state"]], opt
+    counts = [scaler.skipped] if make.get(kind) is None else []
+    counts += [opt.masters.skipped] if kind != "no masters" else []
+    assert all(skipped == [2, 5, 7, 8] for skipped in counts)
+    scales = getattr(scaler, "scales", None), scaler.get_scale()
+    return [model.state_dict(), opt.state_dict()["state"], *scales], opt
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler"])
-def test_a_fused_optimizer_steps_whole_runs_with_the_same_bits(kind, name, dtype, monkeypatch):
-    fused_like_a_gpu(monkeypatch)
-    make, settings = FUSED[name]
-    each, _ = train(lambda ps: make(ps, **settings, fused=True), False, dtype, kind)
-    flat, opt = train(lambda ps: make(ps, **settings, fused=True), True, dtype, kind)
-    assert_same(flat, each)
-    sizes = [len(chunk.param) for chunks in opt.master_step.loop.calls for chunk in chunks]
-    # what has 16-bit copies; and what is gathered: the table and the batch norm
-    assert len(opt.master_step.loop.calls) == 1 and sizes == [8384, 4224]
+@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler", "no masters"])
+def test_a_fused_optimizer_has_the_same_bits_read_late_and_in_whole_runs(
+    kind, name, dtype, monkeypatch
+):
+    flats = [False] if kind == "no masters" else [False, True]
+    found = [train(FUSED[name], flat, dtype, kind)[0] for flat in flats]
+    read_late(monkeypatch)
+    found += [train(FUSED[name], flat, dtype, kind)[0] for flat in flats]
+    if kind != "no masters":
+        monkeypatch.setattr(step, "_UNEVEN", set())  # as on a GPU
+        whole, opt = train(FUSED[name], True, dtype, kind)
+        found.append(whole)
+        sizes = [len(chunk.param) for chunks in opt.master_step.loop.calls for chunk in chunks]
+        # what has 16-bit copies; and what is gathered: the table and the batch norm
+        assert len(opt.master_step.loop.calls) == 1 and sizes == [8384, 4224]
+    for other in found[1:]:
+        assert_same(other, found[0])
 
 
 def test_gradients_are_checked_as_few_tensors(monkeypatch):
     seen = []
     check = scalers.any_nonfinite
     monkeypatch.setattr(scalers, "any_nonfinite", lambda g, f: seen.append(len(g)) or check(g, f))
-    _, opt = train(lambda ps: torch.optim.SGD(ps, 0.1), True)
+    _, opt = train(partial(optim.SGD, lr=0.1), True)
     n_params = len(list(opt.masters.model.parameters()))
     assert set(seen) == {len(opt.master_step.loop.grads())} and seen[0] < n_params
 
 
-def replaced(i, model, opt):
+def replaced(i, model, *_):
     """Replace gradients, as users and hooks do."""
     if i == 1:
         model.head.weight.grad = model.head.weight.grad.clone()
@@ -94,48 +114,66 @@ def replaced(i, model, opt):
         model.layers[0].bias.grad = None
 
 
-def turned(i, model, opt):
+def turned(i, model, opt, _):
     """Give a gradient other strides at the same address."""
     if i == 3 and not opt.defaults["fused"]:  # PyTorch's fused kernels ignore strides
         model.head.weight.grad = model.head.weight.grad.t()
 
 
-def forgotten(i, model, opt):
+def forgotten(i, model, opt, _):
     """Begin anew with the state of one parameter."""
     if i == 3:
         opt.state.pop(model.head.weight)
-    if i == 5:
+    if i == 6:
         state = opt.state[model.head.weight]
         opt.state[model.head.weight] = {k: torch.zeros_like(v) for k, v in state.items()}
 
 
-def accumulated(i, model, opt):
+def accumulated(i, model, *_):
     """Add a second backward pass; a third builds a graph, so its sums are new tensors."""
     model(X).sum().backward()
     model(X).mean().backward(create_graph=i == 4)
 
 
-def clipped(i, model, opt):
+def clipped(i, model, *_):
     """Change gradients in place."""
     nn.utils.clip_grad_value_(model.parameters(), 1e-3)
 
 
+def moved(i, model, opt, scaler):
+    """Have the same gradients hold other memory, after they are checked."""
+    scaler.unscale_(opt)
+    for p in model.parameters():
+        p.grad.data = p.grad.data.clamp(-1e-4, 5e-5)
+
+
+def moved_in_a_hook(i, model, opt, scaler):
+    """Do this in a hook of a step that checks the gradients itself."""
+    if i == 0:
+        opt.register_step_pre_hook(lambda *_: moved(i, model, opt, scaler))
+
+
+CHANGES = [replaced, turned, forgotten, accumulated, clipped, moved_in_a_hook]
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("change", [replaced, turned, forgotten, accumulated, clipped])
+@pytest.mark.parametrize(
+    "change, how", [*((f, {}) for f in CHANGES), (moved, dict(dtype="fp16", kind="LossScaler"))]
+)
 def test_whatever_becomes_of_gradients_the_bits_are_those_of_a_master_each(
-    change, fused, monkeypatch
+    change, how, fused, monkeypatch
 ):
-    fused_like_a_gpu(monkeypatch)
-    each, _ = train(lambda ps: torch.optim.AdamW(ps, fused=fused), False, change=change)
-    flat, _ = train(lambda ps: torch.optim.AdamW(ps, fused=fused), True, change=change)
+    read_late(monkeypatch)
+    monkeypatch.setattr(step, "_UNEVEN", set())
+    opt = partial(optim.AdamW, lr=0.01, fused=fused)
+    each, flat = (train(opt, flat, change=change, **how)[0] for flat in (False, True))
     assert_same(flat, each)
 
 
 def test_two_passes_through_one_graph_share_no_memory():
     model = nn.Linear(64, 64)
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with_masters(model, opt, dtype="bf16", flat_master=True)
+    flat_sgd(model)
     loss = model(torch.ones(2, 64)).sum()
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     kept = [g.clone() for g in first]
@@ -146,8 +184,7 @@ def test_two_passes_through_one_graph_share_no_memory():
 
 def test_gaps_between_gradients_are_zero():
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))  # no size is a multiple of 16
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with_masters(model, opt, dtype="bf16", flat_master=True)
+    opt = flat_sgd(model)
     before = torch.full((2**12,), math.nan)  # memory that may be used again
     del before
     model(torch.ones(2, 3)).sum().backward()
@@ -160,8 +197,7 @@ def test_gaps_between_gradients_are_zero():
 def test_small_groups_send_their_gradients_before_the_backward_pass_ends(monkeypatch):
     monkeypatch.setattr(rounded, "GROUP", 2**10)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with_masters(model, opt, dtype="bf16", flat_master=True)
+    flat_sgd(model)
     order = []
     for i, m in enumerate(model):
         m.weight.register_post_accumulate_grad_hook(lambda p, i=i: order.append(i))
@@ -171,14 +207,14 @@ def test_small_groups_send_their_gradients_before_the_backward_pass_ends(monkeyp
 
 
 def test_gradients_are_neighbours_again_after_a_step_in_which_one_was_not():
-    def change(i, model, opt):
+    def change(i, model, opt, _):
         if i == 3:
             model.head.weight.grad = model.head.weight.grad.clone()
         opt.master_step.loop.grads()
         sizes.append(sorted(run.n for run in opt.master_step.loop.runs))
 
     sizes = []
-    train(lambda ps: torch.optim.SGD(ps, 0.1), True, change=change)
+    train(partial(optim.SGD, lr=0.1), True, change=change)
     assert sizes[3] != sizes[2] == sizes[4]
 
 
@@ -186,49 +222,124 @@ def test_a_group_of_gradients_has_no_room_for_what_lies_between():
     model = Net()
     groups = [{"params": [*model.table.parameters(), *model.head.parameters()]}]
     groups += [{"params": [*model.layers.parameters(), *model.norm.parameters()], "lr": 1.0}]
-    opt = torch.optim.SGD(groups, 0.1)
-    with_masters(model, opt, dtype="bf16", flat_master=True)
-    for lo, hi, (_, n, _) in opt.masters.copies.groups:
-        assert n == sum(p.numel() for p in opt.masters.copies.params[lo:hi])
+    copies = flat_sgd(model, groups).masters.copies
+    for lo, hi, (_, n, _) in copies.groups:
+        assert n == sum(p.numel() for p in copies.params[lo:hi])
 
 
 @pytest.mark.parametrize("n_out", [32, 128])
 def test_a_layer_that_changes_its_size_between_steps_trains_on(n_out):
     model = nn.Linear(64, 64)
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    with_masters(model, opt, dtype="bf16", flat_master=True)
-    weight, bias = torch.randn(n_out, 64), torch.randn(n_out)
-    model.weight.data, model.bias.data = weight.clone(), bias.clone()
+    opt, before = flat_sgd(model), [torch.randn(n_out, 64), torch.randn(n_out)]
+    for p, value in zip(model.parameters(), before, strict=True):
+        p.data = value.clone()
     model(torch.ones(2, 64)).sum().backward()
     opt.step()
-    assert_same(model.weight.detach(), weight - 0.1 * 2)
-    assert_same(model.bias.detach(), bias - 0.1 * 2)
+    assert_same([p.detach() for p in model.parameters()], [value - 0.2 for value in before])
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("in_hook", [False, True])
-def test_gradients_that_are_set_between_the_check_and_the_step_count(fused, in_hook, monkeypatch):
-    fused_like_a_gpu(monkeypatch)
-    found = []
-    for flat in (False, True):
-        model = Net()
-        opt = torch.optim.AdamW(model.parameters(), 0.01, fused=fused)
-        with_masters(model, opt, dtype="bf16" if in_hook else "fp16", flat_master=flat)
-        scaler = LossScaler("cpu", 2.0**4, enabled=not in_hook)
+# States in 16 bits
 
-        def change(*_, model=model):
-            for p in model.parameters():
-                p.grad.data = p.grad.data.clamp(-1e-4, 5e-5)  # the same tensor, other memory
+BF16 = torch.bfloat16
+SECOND = {"exp_avg_sq": BF16}
 
-        if in_hook:  # of a step that checks the gradients itself
-            opt.register_step_pre_hook(change)
+
+def make_run(states, optimizer=optim.AdamW, seed=0, **settings):
+    torch.manual_seed(seed)
+    model = nn.Linear(16, 16, bias=False)
+    opt = optimizer(model.parameters(), 1e-3, **settings)
+    with_masters(model, opt, dtype="bf16", native=True, flat_master=True, state_dtype=states)
+    return model, opt
+
+
+def moments(model, opt, steps, size=1.0):
+    """Give each step in the range `steps` gradients of its own, about as large as `size`."""
+    for i in steps:
+        g = torch.randn(16, 16, generator=torch.Generator().manual_seed(i))
+        model.weight.grad = size * g
+        opt.step()
+    return opt.state[model.weight]["exp_avg_sq"].float()
+
+
+def test_each_number_goes_to_a_neighbour_and_the_mean_stays():
+    x = torch.randn(1000).repeat_interleave(400)
+    noise = torch.randint(2**16, x.shape, dtype=torch.int32)
+    out = round_stochastically(torch.empty(len(x), dtype=BF16), x, noise, 2**18).float()
+    down = (x.view(torch.int32) & -65536).view(torch.float32)
+    up = torch.where(down == x, down, ((x.view(torch.int32) & -65536) + 65536).view(torch.float32))
+    assert ((out == down) | (out == up)).all() and (out == up).any() and (out == down).any()
+    error = (out - x).view(1000, 400).mean(1) / (up - down).view(1000, 400)[:, 0]
+    assert error.nan_to_num().abs().max() < 0.12  # 0.5 / sqrt(400) is 0.025, four times over
+
+
+def test_a_second_moment_follows_gradients_that_shrink(monkeypatch):
+    """Rounded to the nearest number it stands still: a thousandth is less than half a 256th."""
+    ends = {}
+    for name, states in (("float32", None), ("stochastic", SECOND), ("nearest", SECOND)):
+        if name == "nearest":
+            monkeypatch.setattr("mixedfp.engine.flat.SECOND_MOMENTS", frozenset())
+        run = make_run(states)
+        before = moments(*run, range(50)).mean()
+        ends[name] = (moments(*run, range(50, 350), size=1e-3).mean() / before).item()
+    assert ends["float32"] == pytest.approx(0.999**300, rel=0.01)
+    assert ends["stochastic"] == pytest.approx(ends["float32"], rel=0.02)
+    assert ends["nearest"] > 0.95
+
+
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one():
+    whole, first, resumed = (make_run(SECOND, seed=k) for k in (0, 0, 1))
+    with small_chunks(48):
+        end, middle, file = moments(*whole, range(20)), moments(*first, range(10)), io.BytesIO()
+        torch.save([o.state_dict() for o in first], file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        assert saved[1]["state"][0]["exp_avg_sq"].dtype == torch.float32
+        for o, state in zip(resumed, saved, strict=True):
+            o.load_state_dict(state)
+        assert_same(moments(*resumed, range(10, 20)), end)
+    assert not torch.equal(middle, end)
+    assert_same(resumed[0].weight, whole[0].weight)
+
+
+STATES = {
+    "AdamW": ["exp_avg", "exp_avg_sq"],
+    "AdamW amsgrad": ["max_exp_avg_sq"],
+    "NAdam": ["exp_avg", "exp_avg_sq"],
+    "RAdam": ["exp_avg", "exp_avg_sq"],
+    "RMSprop": ["square_avg"],
+    "Adagrad": ["sum"],
+    "Adadelta": ["square_avg", "acc_delta"],
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_rows_without_gradients_stay_finite(name):
+    kind, *flags = name.split()
+    states = dict.fromkeys(STATES[name], BF16)
+    model, opt = make_run(states, getattr(optim, kind), **dict.fromkeys(flags, True))
+    before = model.weight.detach().clone()
+    for _ in range(5):
+        model.weight.grad = torch.ones(16, 16)
+        model.weight.grad[:8] = 0
+        opt.step()
+    after = model.weight.detach()
+    assert after.isfinite().all() and not torch.equal(after[8:], before[8:])
+    states = opt.state[model.weight]
+    assert all(s.float().isfinite().all() for s in states.values() if s.ndim)
+    assert all(states[k].dtype == BF16 for k in STATES[name])
+
+
+@pytest.mark.parametrize("name", ["exp_avg_sq", "sqr_avg", "square_avg"])
+def test_a_second_moment_in_float16_is_refused_by_name(name):
+    with pytest.raises(MixedPrecisionError, match=f"'{name}': torch.float16.*eps of 1e-8"):
+        make_run({name: torch.float16})
+
+
+def test_chunks_are_rounded_with_noise_of_their_own():
+    with small_chunks(64):
+        model, opt = make_run(SECOND)
         for _ in range(3):
-            opt.zero_grad()
-            scaler.scale(model(X).square().mean()).backward()
-            if not in_hook:
-                scaler.unscale_(opt)
-                change()
-            scaler.step(opt)
-            scaler.update()
-        found.append([model.state_dict(), opt.state_dict()["state"]])
-    assert_same(*found)
+            model.weight.grad = torch.full((16, 16), 0.37)
+            opt.step()
+    rows = opt.state[model.weight]["exp_avg_sq"].view(4, 64)
+    assert len({tuple(row.tolist()) for row in rows}) == 4

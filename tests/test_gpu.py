@@ -15,6 +15,7 @@ import torch
 from nets import DEVICE
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map_only
 
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler, any_nonfinite
@@ -27,6 +28,7 @@ on_a_real_gpu = pytest.mark.skipif(
 BF16, FP16 = torch.bfloat16, torch.float16
 FLAT = dict(flat_master=True)
 each_and_flat = pytest.mark.parametrize("how", [{}, FLAT], ids=["each", "flat"])
+halves = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 STORED = {"a_master_each": {}, "flat": FLAT, "half_grads": FLAT | dict(half_grads=True)}
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -47,33 +49,14 @@ def conv_net():
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
 
 
-class Recurrent(nn.Module):
-    """Two layers of a recurrent network in both directions, and a head."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.words = nn.Embedding(20, 16)
-        self.cells = kind(16, 16, num_layers=2, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(32, 3)
-
-    def forward(self, x):
-        return self.head(self.cells(self.words(x))[0][:, -1])
-
-
-def rows(i):
+def rows(i, shape=(8, 12)):
     rng = torch.Generator().manual_seed(i)
-    return torch.randn(8, 12, generator=rng).to(DEVICE), (torch.arange(8) % 3).to(DEVICE)
+    return torch.randn(shape, generator=rng).to(DEVICE), (torch.arange(8) % 3).to(DEVICE)
 
 
 def images(i):
-    rng = torch.Generator().manual_seed(i)
-    x = torch.randn(8, 3, 8, 8, generator=rng).to(DEVICE, memory_format=torch.channels_last)
-    return x, (torch.arange(8) % 3).to(DEVICE)
-
-
-def words(i):
-    rng = torch.Generator().manual_seed(i)
-    return torch.randint(20, (8, 5), generator=rng).to(DEVICE), (torch.arange(8) % 3).to(DEVICE)
+    x, y = rows(i, (8, 3, 8, 8))
+    return x.contiguous(memory_format=torch.channels_last), y
 
 
 def make(build, make_opt, dtype, **how):
@@ -84,9 +67,9 @@ def make(build, make_opt, dtype, **how):
     return (model, opt) if dtype is None else with_masters(model, opt, dtype=dtype, **how)
 
 
-def train(model, opt, batches, n=4, scaler=None, first=0, called=None):
-    """Train for `n` batches; return the losses."""
-    scaler, losses = LossScaler(DEVICE, enabled=False) if scaler is None else scaler, []
+def train(model, opt, batches, n=4, dtype=None, first=0, called=None):
+    """Train for `n` batches, with a loss scale in float16; return the losses."""
+    scaler, losses = LossScaler(DEVICE, init_scale=2.0**10, enabled=dtype == FP16), []
     for i in range(first, first + n):
         x, y = batches(i)
         opt.zero_grad()
@@ -98,23 +81,11 @@ def train(model, opt, batches, n=4, scaler=None, first=0, called=None):
     return losses
 
 
-def state_of(model, opt):
-    """Return what a file would hold, on the host."""
-    return {
-        "model": {k: v.cpu().clone() for k, v in model.state_dict().items()},
-        "opt": [
-            {k: v.cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()}
-            for s in opt.state_dict()["state"].values()
-        ],
-    }
-
-
 def run(build, batches, make_opt, dtype, n=4, **how):
-    """Train a new model; return its losses and its state."""
+    """Train a new model; return its losses and what a file would hold, on the host."""
     model, opt = make(build, make_opt, dtype, **how)
-    scaler = LossScaler(DEVICE, init_scale=2.0**10) if dtype == FP16 else None
-    losses = train(model, opt, batches, n, scaler)
-    return {"losses": losses, **state_of(model, opt)}
+    losses, state = train(model, opt, batches, n, dtype), opt.state_dict()["state"]
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, [losses, dict(model.state_dict()), state])
 
 
 # What cuDNN, layouts and compilers see
@@ -123,35 +94,33 @@ def run(build, batches, make_opt, dtype, n=4, **how):
 @each_and_flat
 @pytest.mark.skipif(IS_SIMULATED, reason="the simulated GPU has no recurrent layers")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU], ids=["lstm", "gru"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@halves
 def test_a_recurrent_layer_is_used_without_a_copy_of_its_weights(kind, how, dtype):
-    build = partial(Recurrent, kind)
+    def build():
+        return nn.Sequential(kind(12, 16, num_layers=2, bidirectional=True, batch_first=True))
+
+    words = partial(rows, shape=(8, 5, 12))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         model, opt = make(build, OPTIMIZERS["adamw_fused"], dtype, **how)
-        train(model, opt, words, 3, LossScaler(DEVICE, enabled=dtype == FP16))
+        train(model, opt, words, 3, dtype, called=lambda x: model(x)[0][:, -1])
         model.eval()(words(7)[0])
     assert not [str(w.message) for w in seen if "contiguous" in str(w.message)]
-    weights = list(model.cells.parameters())
-    assert [p.data_ptr() for p in model.cells._flat_weights] == [p.data_ptr() for p in weights]
+    weights = list(model.parameters())
+    assert [p.data_ptr() for p in model[0]._flat_weights] == [p.data_ptr() for p in weights]
     if DEVICE == "cuda":  # they lie as cuDNN wants them
         assert len({p.untyped_storage().data_ptr() for p in weights}) == 1
 
 
-@pytest.mark.parametrize("dtype", [None, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16], ids=str)
 def test_channels_last_is_kept_and_flat_has_the_bits_of_a_master_each(dtype):
     def build():
         return conv_net().to(memory_format=torch.channels_last)
 
-    if dtype is None:
-        goal = run(build, images, OPTIMIZERS["adamw"], None)
-        assert_same(run(build, images, OPTIMIZERS["adamw"], torch.float32, **FLAT), goal)
-        return
-    model, opt = make(build, OPTIMIZERS["adamw"], dtype, **FLAT)
-    train(model, opt, images, 4, LossScaler(DEVICE, init_scale=2.0**10, enabled=dtype == FP16))
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-    goal = run(build, images, OPTIMIZERS["adamw"], dtype)
-    assert_same(state_of(model, opt)["model"], goal["model"])
+    goal = run(build, images, OPTIMIZERS["adamw"], None if dtype == torch.float32 else dtype)
+    found = run(build, images, OPTIMIZERS["adamw"], dtype, **FLAT)
+    assert_same(found, goal)
+    assert found[1]["0.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.skipif(IS_SIMULATED, reason="nothing is compiled for the simulated GPU")
@@ -200,16 +169,12 @@ def test_a_step_is_captured_in_a_graph(how):
     for _ in range(5):
         graph.replay()
     torch.cuda.synchronize()
-    torch.testing.assert_close(
-        {k: v.float() for k, v in model.state_dict().items()},
-        {k: v.float() for k, v in goal.state_dict().items()},
-        atol=1e-3,
-        rtol=1e-2,
-    )
+    found, expected = dict(model.state_dict()), dict(goal.state_dict())
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-2)
 
 
 @on_a_real_gpu
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@halves
 @pytest.mark.parametrize("stored", STORED)
 def test_a_step_on_another_stream_has_the_same_bits(stored, dtype):
     goal = run(mlp, rows, OPTIMIZERS["adamw"], dtype, n=8, **STORED[stored])
@@ -240,7 +205,6 @@ def test_the_host_waits_once_a_step_for_the_check(how):
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU, or a simulated one")
 @each_and_flat
 def test_a_model_that_moves_takes_its_masters_along(how):
-    torch.manual_seed(0)
     model = mlp()
     model, opt = with_masters(model, OPTIMIZERS["sgd"](model.parameters()), dtype=BF16, **how)
     before = copy.deepcopy(model.state_dict())
@@ -249,8 +213,8 @@ def test_a_model_that_moves_takes_its_masters_along(how):
     assert all(v.device.type == "cuda" for v in after.values())
     assert_same({k: v.cpu() for k, v in after.items()}, dict(before))
     train(model, opt, rows)
-    assert model[0].weight.device.type == "cuda"
-    assert model[0].weight.dtype == torch.float32
+    weight = model[0].weight
+    assert (weight.device.type, weight.dtype) == ("cuda", torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)

@@ -1,10 +1,13 @@
 """One guard decides about steps: by hand, with scalers, a closure, in a Learner, in skorch.
 
 Each front end trains a weight over batches of which some overflow; all must skip the same ones,
-and stop after the same number of skips in a row.
+and stop after the same number of skips in a row. Where `late` is used, this CPU's checks are a
+GPU's: not ready until the host waits for them, and each wait is counted.
 """
 
+import copy
 import math
+import pickle
 from functools import partial
 
 import numpy as np
@@ -12,19 +15,30 @@ import pytest
 import torch
 from fastai.basics import DataLoaders, Learner
 from fastai.optimizer import SGD as FastaiSGD
+from fastai.optimizer import OptimWrapper
+from laws import read_late
 from skorch import NeuralNet
 from torch import nn
 from torch.amp import GradScaler
 
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
+from mixedfp import scaler as scalers
 from mixedfp.cast import Policy
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.skorch import MixedPrecisionMixin
 from mixedfp.step import MixedTraining
+from mixedfp.testing import assert_same
 
+INF, NAN, RATE = math.inf, math.nan, 2.0**-10
 SCALE = dict(init_scale=8.0, growth_interval=3)
+ONE = torch.ones(1, 1)
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+SGD = torch.optim.SGD
+dtypes = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+late = pytest.fixture(read_late, name="late")  # the list of waits
+flats = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 
 
 class Net(nn.Module):
@@ -36,106 +50,92 @@ class Net(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
-        """Multiply."""
         if self.training:
             self.count += 1
         return x @ self.weight
 
 
-def by_hand(dtype, factors, flat, kind="opt", has_closure=False):
-    """Train in a loop; `factors` of the loss are 1, inf or nan."""
-    net = Net()
-    opt = torch.optim.SGD(net.parameters(), 2.0**-10)
+def norm_net():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def by_hand(net, dtype, factors, flat, scaler=None, has_closure=False):
+    """Train in a loop; `factors` of the loss are 1, inf or nan. Return the skipped steps."""
+    opt = SGD(net.parameters(), RATE)
     with_masters(net, opt, dtype=dtype, flat_master=flat)
-    make = {"LossScaler": LossScaler, "GradScaler": GradScaler}.get(kind)
-    scaler = None if make is None else make("cpu", **SCALE)
-    x = torch.ones(1, 1)
+    scaler = LossScaler(enabled=False) if scaler is None else scaler("cpu", **SCALE)
     for factor in factors:
 
         def closure(factor=factor):
             opt.zero_grad()
-            loss = net(x).sum() * factor
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            loss = net(ONE).sum() * factor
+            scaler.scale(loss).backward()
             return loss
 
         if has_closure:
             opt.step(closure)
-            continue
-        closure()
-        if scaler is None:
-            opt.step()
         else:
+            closure()
             scaler.step(opt)
             scaler.update()
-    return net, opt.masters.skipped
+    return opt.masters.skipped
 
 
-def by_trainer(dtype, factors, flat):
+def by_trainer(net, dtype, factors, flat):
     """Train as a trainer does."""
     scaler = LossScaler("cpu", **SCALE) if dtype == "fp16" else None
-    net, mixed = Net(), MixedTraining(Policy(dtype, flat_master=flat), scaler)
-    opt = torch.optim.SGD(net.parameters(), lr=2.0**-10)
+    mixed, opt = MixedTraining(Policy(dtype, flat_master=flat), scaler), SGD(net.parameters(), RATE)
     mixed.attach(net)
     mixed.wrap(opt)
     for factor in factors:
         opt.zero_grad()
-        mixed.scaler.scale(net(torch.ones(1, 1)).sum() * factor).backward()
+        mixed.scaler.scale(net(ONE).sum() * factor).backward()
         mixed.opt.skip() if mixed.opt.look() is True else opt.step()
         mixed.scaler.update()
-    return net, mixed.scaler.skipped
+    return mixed.scaler.skipped
 
 
-def by_learner(dtype, factors, flat):
-    """Train a Learner; the factor is the target."""
-    batches = [(torch.ones(1, 1), torch.full((1, 1), f)) for f in factors]
-    learn = Learner(
-        DataLoaders(batches, batches[:1]),
-        Net(),
-        loss_func=lambda out, y: (out * y).sum(),
-        opt_func=FastaiSGD,
-        lr=2.0**-10,
-        train_bn=False,
-    )
-    learn.to_bf16(flat_master=flat) if dtype == "bf16" else learn.to_fp16(8.0, flat_master=flat)
+def make_learner(net, batches, to, opt_func=FastaiSGD, lr=RATE, **settings):
+    """Return a Learner whose loss is the output times the target."""
+    dls, loss_func = DataLoaders(batches, batches[:1]), lambda out, y: (out * y).mean()
+    learn = Learner(dls, net, loss_func=loss_func, opt_func=opt_func, lr=lr, train_bn=False)
+    getattr(learn, to)(**settings)
     with learn.no_bar(), learn.no_logging():
         learn.fit(1, wd=0.0)
-    return learn.model, learn.mp_cb.skipped
+    return learn
+
+
+def by_learner(net, dtype, factors, flat):
+    """Train a Learner; the factor is the target."""
+    batches = [(ONE, torch.full((1, 1), f)) for f in factors]
+    scale = dict(loss_scale=8.0) if dtype == "fp16" else {}
+    return make_learner(net, batches, f"to_{dtype}", flat_master=flat, **scale).mp_cb.skipped
 
 
 class SkorchNet(MixedPrecisionMixin, NeuralNet):
     """Its loss is the output times the target."""
 
     def get_loss(self, y_pred, y_true, *args, **kwargs):
-        """Return the loss."""
         return (y_pred * y_true).sum()
 
 
-def by_skorch(dtype, factors, flat):
+def by_skorch(net, dtype, factors, flat):
     """Train a skorch net with masters."""
-    net = SkorchNet(
-        Net,
-        nn.MSELoss,
-        amp_enabled=True,
-        amp_dtype=dtype,
-        flat_master=flat,
-        train_split=None,
-        max_epochs=1,
-        batch_size=1,
-        lr=2.0**-10,
-        verbose=0,
-        callbacks=None,
-        callbacks__print_log=None,
-        **({"grad_scaler__init_scale": 8.0} if dtype == "fp16" else {}),
-    ).initialize()
-    net.partial_fit(np.ones((len(factors), 1), np.float32), np.array(factors, np.float32)[:, None])
-    return net.module_, net.optimizer_.masters.skipped
+    settings = dict(amp_enabled=True, amp_dtype=dtype, flat_master=flat)
+    settings |= {"grad_scaler__init_scale": 8.0} if dtype == "fp16" else {}
+    settings |= dict(train_split=None, max_epochs=1, batch_size=1, lr=RATE, verbose=0)
+    settings |= dict(callbacks=None, callbacks__print_log=None)
+    trainer = SkorchNet(net, nn.MSELoss, **settings).initialize()
+    assert trainer.module_ is net
+    x, y = np.ones((len(factors), 1), np.float32), np.array(factors, np.float32)[:, None]
+    return trainer.partial_fit(x, y).optimizer_.masters.skipped
 
 
 FRONTS = {
     "a loop": by_hand,
-    "a closure": lambda *a: by_hand(*a, has_closure=True),
-    "LossScaler": lambda *a: by_hand(*a, kind="LossScaler"),
-    "GradScaler": lambda *a: by_hand(*a, kind="GradScaler"),
+    "a closure": partial(by_hand, has_closure=True),
+    "LossScaler": partial(by_hand, scaler=LossScaler),
+    "GradScaler": partial(by_hand, scaler=GradScaler),
     "MixedTraining": by_trainer,
     "a Learner": by_learner,
     "skorch": by_skorch,
@@ -143,46 +143,107 @@ FRONTS = {
 
 
 @pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@dtypes
+@flats
 def test_a_skip_changes_nothing_and_30_in_a_row_stop_the_training(front, dtype, flat):
-    bad = [(math.inf, math.nan)[i % 8 // 4] if i % 4 == 3 else 1.0 for i in range(140)]
+    train, net = FRONTS[front], Net()
+    bad = [(INF, NAN)[i % 8 // 4] if i % 4 == 3 else 1.0 for i in range(140)]
     factors = [1.0, *bad, 1.0]  # 35 skips
-    net, skipped = FRONTS[front](dtype, factors, flat)
+    skipped = train(net, dtype, factors, flat)
     assert skipped == [i for i, f in enumerate(factors) if f != 1.0]
     n = len(factors) - len(skipped)
-    assert net.state_dict()["weight"].item() == -n * 2.0**-10
-    assert net.count == n
-    FRONTS[front](dtype, [1.0] + 29 * [math.inf] + [1.0] + 29 * [math.nan] + [1.0], flat)
+    assert (net.state_dict()["weight"].item(), net.count) == (-n * RATE, n)
+    train(Net(), dtype, [1.0] + 29 * [INF] + [1.0] + 29 * [NAN] + [1.0], flat)
+    net = Net()
     with pytest.raises(MixedPrecisionError, match="30 steps in a row were skipped") as e:
-        FRONTS[front](dtype, [1.0] + 30 * [math.inf] + [1.0], flat)
+        train(net, dtype, [1.0] + 30 * [INF] + [1.0], flat)
     assert "in the gradients of weight. " in str(e.value)
+    assert (net.state_dict()["weight"].item(), net.count) == (-RATE, 1)
 
 
 @pytest.mark.parametrize("front", ["a loop", "MixedTraining", "a Learner", "skorch"])
 def test_where_no_scale_explains_a_skip_there_is_one_warning(front, warnings_of):
-    FRONTS[front]("bf16", [1.0, math.inf, 1.0, math.nan], False)
+    FRONTS[front](Net(), "bf16", [1.0, INF, 1.0, NAN], False)
     assert len([text for text in warnings_of() if text.startswith("a step was skipped")]) == 1
 
 
-def test_of_two_optimizers_each_has_its_own_count():
+def test_of_two_optimizers_each_has_its_own_count_and_restores_the_buffers_of_its_modules():
     nets = nn.ModuleList([Net(), Net()])
-    opts = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    opts = [SGD(net.parameters(), 0.1) for net in nets]
     with_masters(nets, *opts, dtype="bf16")
     with pytest.raises(MixedPrecisionError, match="30 steps in a row"):
         for _ in range(31):
-            for net, opt, factor in zip(nets, opts, (1.0, math.inf), strict=True):
+            for net, opt, factor in zip(nets, opts, (1.0, INF), strict=True):
                 opt.zero_grad()
-                (net(torch.ones(1, 1)).sum() * factor).backward()
+                (net(ONE).sum() * factor).backward()
+            for opt in opts:
                 opt.step()
-    assert nets[0].count == 30 and opts[0].masters.n_skipped == 30
+    assert [net.count for net in nets] == [30, 0] and opts[0].masters.n_skipped == 30
+
+
+def test_skips_in_a_row_stop_the_training_once_the_host_knows(late):
+    model = norm_net()
+    opt = SGD(model.parameters(), 0.1, fused=True)
+    with_masters(model, opt, dtype="bf16")
+    with pytest.raises(MixedPrecisionError, match="30 steps in a row"):
+        for _ in range(32):
+            opt.zero_grad()
+            (model(X).sum() * NAN).backward()
+            opt.step()
+            for found, _ in opt.master_step.guard._pending[:-1]:  # ready one step later
+                bool(found[0])
+
+
+def test_a_learner_finds_the_batch_that_was_skipped(late):
+    good, bad = ((torch.randn(4, 4), torch.full((4, 2), target)) for target in (1.0, INF))
+    opt = lambda ps, lr: OptimWrapper(ps, SGD, lr=lr, fused=True)  # noqa: E731
+    learn = make_learner(norm_net(), [good, bad, good, good], "to_bf16", opt, 0.1)
+    assert not late
+    assert learn.mp_cb.find_overflow().step == 1
+    assert learn.mp_cb.skipped == [1] and late
+    assert len(learn.mp_cb._skipped()) == 1  # the other batches are forgotten
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
+class Masked(nn.Module):
+    """Has a large buffer that never changes, one that is written, and its own batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.register_buffer("mask", torch.ones(512, 512))
+        self.register_buffer("mean", torch.zeros(4)), self.register_buffer("var", torch.ones(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        y = self.linear(x) * self.linear.mask[0, :4]
+        return nn.functional.batch_norm(y.float(), self.mean, self.var, training=True)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_buffers_that_change_are_copied_and_restored(fused, late, monkeypatch):
+    model, copied, own = Masked(), [], torch._foreach_copy_
+    opt = SGD(model.parameters(), 0.1, fused=fused)
+    with_masters(model, opt, dtype="bf16")
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b: copied.extend(a) or own(a, b))
+    for factor in (1.0, 1.0, INF, 1.0):
+        before = {k: v.clone() for k, v in model.named_buffers()}
+        opt.zero_grad()
+        (model(X).square().sum() * factor).backward()
+        opt.step()
+        if factor != 1.0:
+            assert_same(dict(model.named_buffers()), before)
+        else:
+            assert not torch.equal(model.mean, before["mean"]) and model.count > before["count"]
+    assert copied and max(t.numel() for t in copied) < 512
 
 
 def test_the_verdict_is_a_value_and_the_gradients_are_read_once(monkeypatch):
     net = Net()
-    net, opt = with_masters(net, torch.optim.SGD(net.parameters(), 0.1), dtype="bf16")
+    net, opt = with_masters(net, SGD(net.parameters(), 0.1), dtype="bf16")
     scaler = LossScaler(init_scale=8.0)
-    scaler.scale(net(torch.ones(1, 1)).sum() * math.inf).backward()
+    scaler.scale(net(ONE).sum() * INF).backward()
     known = scaler.look(opt)
     monkeypatch.setattr("mixedfp.scaler._find", None)
     assert known is scaler.look(opt) and known.found_inf and known.inv_scale is None
@@ -191,48 +252,160 @@ def test_the_verdict_is_a_value_and_the_gradients_are_read_once(monkeypatch):
     assert opt.masters.n_skipped == scaler.n_skipped == 1
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@flats
 def test_after_steps_of_a_gradscaler_a_plain_step_takes_gradients_as_they_are(flat):
     net, scaler = Net(), GradScaler("cpu", **SCALE)
-    opt = torch.optim.SGD(net.parameters(), 2.0**-10, fused=True)
+    opt = SGD(net.parameters(), RATE, fused=True)
     with_masters(net, opt, flat_master=flat)
     for _ in range(2):
-        scaler.scale(net(torch.ones(1, 1)).sum()).backward()
+        scaler.scale(net(ONE).sum()).backward()
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-    net(torch.ones(1, 1)).sum().backward()
+    net(ONE).sum().backward()
     opt.step()
-    assert net.weight.item() == -3 * 2.0**-10
+    assert net.weight.item() == -3 * RATE
 
 
-class Polyak(torch.optim.SGD):
+@pytest.mark.parametrize("flat", [None, False, True], ids=["plain", "each", "flat"])
+@pytest.mark.parametrize("kind", [LossScaler, GradScaler])
+def test_step_hooks_get_true_gradients_and_float32_parameters(kind, flat):
+    model, seen = nn.Linear(4, 4), []
+    opt, params = SGD(model.parameters(), 0.1), list(model.parameters())
+    if flat is not None:
+        with_masters(model, opt, dtype="fp16", flat_master=flat)
+    opt.register_step_pre_hook(lambda *_: seen.append(nn.utils.clip_grad_norm_(params, 1.0)))
+    opt.register_step_post_hook(lambda *_: [p.data.clamp_(-0.1, 0.1) for p in params] and None)
+    scaler, before = kind("cpu", init_scale=1024.0), model.weight.detach().clamp(-0.1, 0.1)
+    scaler.scale(model(torch.ones(2, 4)).float().sum()).backward()
+    scaler.step(opt)
+    is_plain = flat is None and kind is GradScaler
+    assert is_plain or seen[0].item() == pytest.approx(80**0.5)  # 16 of 2 and 4 of 2
+    assert model.weight.abs().max() <= 0.1 and (model.weight - before).norm() < 0.11
+    assert all(p.dtype == torch.float32 for p in params)
+
+
+def test_an_error_of_the_users_keeps_its_class_and_attributes():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise error
+
+    error, model = type("Unsupported", (RuntimeError,), {})("unsupported dtype"), Fails(2, 2)
+    with_masters(model, SGD(model.parameters(), 1.0), dtype="bf16")
+    with pytest.raises(RuntimeError) as e:
+        model(torch.ones(1, 2))
+    assert e.value is error
+
+
+class Polyak(SGD):
     """Its rate is the loss that the closure returns."""
 
-    def step(self, closure=None, n_calls=1):
-        for _ in range(n_calls):
+    n_calls = 1
+
+    def step(self, closure=None):
+        for _ in range(self.n_calls):
             self.param_groups[0]["lr"] = closure().item()
         super().step()
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("n_calls", [1, 2])
-def test_an_optimizer_is_given_what_its_closure_returned_but_once(n_calls, flat):
+class Twice(Polyak):
+    n_calls = 2
+
+
+class SAM(SGD):
+    def first_step(self):
+        """Climb."""
+
+
+@flats
+@pytest.mark.parametrize("make", [Polyak, Twice, SAM, torch.optim.LBFGS])
+def test_an_optimizer_is_given_what_its_closure_returned_but_once(make, flat):
     """A second call would return the old loss, and compute no gradients."""
     net = Net()
     net.weight.data.fill_(1)
-    opt = Polyak(net.parameters())
-    opt.step = partial(opt.step, n_calls=n_calls)
-    with_masters(net, opt, flat_master=flat)
+    opt = make(net.parameters())
+    with_masters(net, opt, dtype="bf16", flat_master=flat)
 
     def closure():
-        loss = net(torch.ones(1, 1)).sum() / 2
+        loss = net(ONE).sum() / 2
         loss.backward()
         return loss
 
-    if n_calls == 2:
-        with pytest.raises(MixedPrecisionError, match="calls its closure several times"):
-            opt.step(closure)
-    else:
+    if make is Polyak:
         assert opt.step(closure).item() == 0.5
         assert net.weight.item() == 1 - 0.5 * 0.5
+    else:
+        words = "calls its closure several times.*skip_nonfinite=False"
+        with pytest.raises(MixedPrecisionError, match=words):
+            opt.step(closure)
+        assert net.weight.item() == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_the_scale_is_ahead_of_the_host_and_copies_read_what_is_late(copied, late):
+    scaler = LossScaler("cpu", 2.0**10, growth_interval=1)
+    for found in ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0)):  # by the checks of two optimizers
+        scaler.scale(torch.ones(()))
+        for number in found:
+            scaler.adopt(SGD([nn.Parameter(X)], 0.1), 1.0, scalers.Late(torch.tensor(number)))
+        scaler.update()
+    assert scaler.scale(torch.ones(())) == scaler.get_scale() == 2.0**9 and not late
+    other = copied(scaler)
+    assert type(other.used) is float and other.used == other.get_scale() == 2.0**9
+    assert other.n_steps == 3 and other.scales == [2.0**10, 2.0**9, 2.0**8]
+    assert other.skipped == [0, 1]
+
+
+@dtypes
+def test_two_optimizers_of_which_one_accumulates_while_the_scale_changes(dtype, request):
+    def train(waits=()):
+        nets, norms = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]), []
+        for p in nets.parameters():
+            p.data = torch.linspace(-1, 1, p.numel()).view(p.shape)
+        opts = [SGD(m.parameters(), 2.0**-4, fused=True) for m in nets]
+        with_masters(nets, *opts, dtype=dtype)
+        scaler = LossScaler("cpu", 8.0, growth_interval=1)
+        scaler.adopt(opts[1])
+        for i in range(8):
+            factor = INF if i == 5 else 1.0
+            loss = (nets[0](X).sum() * factor + nets[1](X).sum()).float()
+            scaler.scale(loss).backward()
+            for net, opt in list(zip(nets, opts, strict=True))[: 1 + i % 2]:
+                if i < 4:
+                    scaler.unscale_(opt)
+                    norms.append(nn.utils.clip_grad_norm_(net.parameters(), 4.0))
+                scaler.step(opt)
+                opt.zero_grad()
+            scaler.update()
+        assert not waits
+        return nets.state_dict(), norms, scaler.scales, [scaler.skipped, opts[0].masters.skipped]
+
+    at_once = train()
+    norms = [norm.item() for norm in at_once[1][:3]]  # the last is of two batches, of two scales
+    assert norms == pytest.approx([12.47, 12.47, 2 * 12.47], rel=0.01)
+    assert at_once[2][-3:] == [2.0**8, 2.0**7, 2.0**8] and at_once[3] == [[5], [5]]
+    assert_same(train(request.getfixturevalue("late")), at_once)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["read", "late"])
+def test_a_bad_batch_leaves_nothing_in_the_other_network_of_a_gan(is_late, request):
+    """The generator's pass changes the critic's statistics, too; no step of the critic sees it."""
+
+    def train(batches):
+        torch.manual_seed(0)
+        nets = nn.ModuleList([norm_net(), nn.Sequential(nn.Linear(2, 4), norm_net())])
+        opts = [SGD(n.parameters(), 0.1, fused=True) for n in nets]
+        with_masters(nets, *opts)
+        for x in batches:
+            for opt, factor in zip(opts, (1.0, -1.0), strict=True):
+                nets.zero_grad()
+                (nets[1](nets[0](x)).square().mean() * factor).backward()
+                opt.step()
+        nets[1](nets[0](X))
+        return dict(nets.state_dict())
+
+    good, bad = [X + 0.1 * i for i in range(4)], X * INF
+    without = train(good)
+    if is_late:
+        request.getfixturevalue("late")
+    assert_same(train([*good[:2], bad, *good[2:]]), without)

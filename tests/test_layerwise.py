@@ -1,21 +1,29 @@
-"""Tests of `mixedfp.layerwise`; oracle: autograd on the same model without scales."""
+"""Layer scales: they change no bit, except for what one scale would lose.
+
+The oracle is autograd on the same model without scales; at the end they are set in a `Learner`.
+"""
 
 import contextlib
 import copy
 import math
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from fastai.callback.core import CancelBatchException
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import Do, bits, conv_net, make_learner, silent, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import mixedfp.callback  # noqa: F401, gives Learner to_fp16
+from mixedfp.checkpoint import Checkpoint
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.layerwise import LayerwiseGradientScaler
+from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same, tiny_batch, tiny_net
 
@@ -70,17 +78,9 @@ def total(out):
     return sum(map(total, out)) if isinstance(out, list | tuple) else 0
 
 
-def by_hand(m, x):  # the list is never called; b is defined before it, and runs last
-    h = m.box[1](m.box[0](x))
-    return m.b(h + m.box[2](h) * m.a(h))
-
-
 GRAPHS = [  # a name, a model, scales of its layers
     ("conv", tiny_net, {"": 2.0**5, "conv": 2.0**-5, "norm": 8.0, "linear": 2.0**10}),
-    ("the last layer", tiny_net, {"linear": 2.0**10}),
     ("far apart", box, {"0": 2.0**80, "2": 2.0**-70}),  # float32 does not hold their ratio
-    ("by hand", lambda: Graph(by_hand, box=nn.ModuleList(box())), {"box": 16.0, "b": 2.0}),
-    ("order", lambda: Graph(by_hand, box=box()), {"": 4.0, "box": 8.0, "box.2.1": 2.0, "b": 2.0}),
     ("packed", lambda: Graph(packed), {"": 2.0**3, "b": 2.0**-3}),
     ("recurrent", lambda: Graph(recurrent, rnn=nn.LSTM(4, 3, 2)), {"rnn": 2.0**10, "a": 2.0**4}),
     ("in place", lambda: Graph(in_place, relu=nn.ReLU(True)), {"relu": 2.0**5, "a": 2.0**-4}),
@@ -90,32 +90,42 @@ GRAPHS = [  # a name, a model, scales of its layers
 ]
 
 
+def begin(model, scales=None, active=False):
+    """Return a scaler that has begun an iteration; `active` as in a trainer."""
+    scaler = LayerwiseGradientScaler(model, scales or {})
+    scaler.in_passes = active
+    scaler.scale()
+    return scaler
+
+
 def grads(model, x, scales=None, loss=total, active=False):
     """Return the gradients of a copy of `model` and of `x`, if it requires one."""
     kinds = [p.grad_dtype for p in model.parameters()]
     model, x = copy.deepcopy(model), x.detach().clone().requires_grad_(x.requires_grad)
     for p, dtype in zip(model.parameters(), kinds, strict=True):
         p.grad_dtype = dtype
-    scaler = LayerwiseGradientScaler(model, scales or {})
-    scaler.in_passes = active  # as in a trainer
-    scaler.scale()
-    if active:
-        with scaler.active():
-            out = model.forward(x)
-    else:
-        out = model(x)
+    scaler = begin(model, scales, active)
+    with scaler.active() if active else contextlib.nullcontext():
+        out = model.forward(x) if active else model(x)
     scaler.trace_loss(loss(out)).backward()
-    assert scaler.unscale() and not n_hooks(model)
+    assert scaler.unscale() and not has_hooks(model)
     leaves = dict(model.named_parameters()) | {"input": x}
     return {name: p.grad for name, p in leaves.items() if p.grad is not None}
 
 
 def n_hooks(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+
+
+def has_hooks(model):
+    return any(map(any, n_hooks(model)))
+
+
+actives = pytest.mark.parametrize("active", [False, True])
 
 
 @pytest.mark.parametrize("make, scales", [g[1:] for g in GRAPHS], ids=[g[0] for g in GRAPHS])
-@pytest.mark.parametrize("active", [False, True])
+@actives
 def test_gradients_are_the_true_ones_to_the_bit(make, scales, active):
     torch.manual_seed(0)
     model = make()
@@ -127,7 +137,7 @@ def test_gradients_are_the_true_ones_to_the_bit(make, scales, active):
 
 @given(st.data())
 def test_gradients_are_the_true_ones_on_random_graphs(data):
-    """Layers that run in any order, nested, shared, branching."""
+    """Layers that run in any order or are never called, nested, shared, branching."""
     draw = data.draw
     layers = nn.ModuleDict({f"l{i}": nn.Linear(3, 3) for i in range(draw(st.integers(1, 5)))})
     for i in range(draw(st.integers(0, 2))):  # containers, of layers that others use too
@@ -170,7 +180,7 @@ EDGES = [
 
 
 @pytest.mark.parametrize("first, second, loss, weight", EDGES)
-@pytest.mark.parametrize("active", [False, True])
+@actives
 def test_between_two_layers_it_is_one_multiplication(first, second, loss, weight, active):
     """Each number fits float16 in the unit of its layer; a detour over another need not."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).half()
@@ -205,8 +215,7 @@ def test_a_loss_on_a_kept_activation_accumulated_and_run_twice():
 
 def test_a_loss_that_is_not_traced_or_of_an_earlier_graph_is_refused():
     model, x = box(), torch.randn(5, 4)
-    scaler = LayerwiseGradientScaler(model, {"0": 2.0**10})
-    scaler.scale()
+    scaler = begin(model, {"0": 2.0**10})
     out = model(x)
     with pytest.raises(MixedPrecisionError, match="no backward pass"):
         scaler.unscale()
@@ -218,26 +227,21 @@ def test_a_loss_that_is_not_traced_or_of_an_earlier_graph_is_refused():
         scaler.trace_loss(total(out))
 
 
+def in_a_thread(f, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(f, *args).result()
+
+
 def test_derivatives_of_derivatives_reentrant_checkpoints_and_threads_are_refused():
-    model, x, errors = box(), torch.randn(5, 4, requires_grad=True), []
-
-    def call():
-        try:
-            model(x)
-        except MixedPrecisionError as e:
-            errors.append(str(e))
-
+    model, x = box(), torch.randn(5, 4, requires_grad=True)
     for scales in ({"0": 2.0**10}, {"2": 8.0}):
-        scaler = LayerwiseGradientScaler(model, scales)
-        scaler.scale()
+        scaler = begin(model, scales)
         with pytest.raises(MixedPrecisionError, match="second derivatives would be"):
             torch.autograd.grad(scaler.trace_loss(model(x).sum()), x, create_graph=True)
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        assert "a second thread" in errors.pop()
+        with pytest.raises(MixedPrecisionError, match="a second thread"):
+            in_a_thread(model, x)
         scaler.remove()
-        assert not n_hooks(model)
+        assert not has_hooks(model)
     with pytest.raises(MixedPrecisionError, match="use_reentrant=False"):
         grads(Graph(lambda m, x: checkpoint(m.a, x, use_reentrant=True)), x, {"a": 2.0})
 
@@ -245,11 +249,8 @@ def test_derivatives_of_derivatives_reentrant_checkpoints_and_threads_are_refuse
 def test_a_checkpoint_computes_again_in_the_thread_of_its_backward_pass():
     """A GPU's backward pass has a thread of its own."""
     model, x = Graph(again, box=box()), torch.randn(5, 4)
-    scaler = LayerwiseGradientScaler(model, {"box.0": 2.0**9, "a": 4.0})
-    scaler.scale()
-    thread = threading.Thread(target=scaler.trace_loss(total(model(x))).backward)
-    thread.start()
-    thread.join()
+    scaler = begin(model, {"box.0": 2.0**9, "a": 4.0})
+    in_a_thread(scaler.trace_loss(total(model(x))).backward)
     assert scaler.unscale()
     assert_same({k: p.grad for k, p in model.named_parameters()}, grads(model, x))
 
@@ -261,8 +262,7 @@ def test_an_overflow_is_attributed_to_the_scales_it_had():
     # a shared part belongs to the last of its containers, so that 0 has none and joins the others
     # a part without a scale; a tied weight
     for p, own in ((shared.weight, "01"), (model[1][0].bias, "01"), (twins[0].weight, "023")):
-        scaler = LayerwiseGradientScaler(model, dict.fromkeys("0123", 8.0))
-        scaler.scale()
+        scaler = begin(model, dict.fromkeys("0123", 8.0))
         model.zero_grad()
         scaler.trace_loss(total(model(torch.ones(5, 4)))).backward()
         p.grad.view(-1)[0] = math.nan
@@ -273,8 +273,7 @@ def test_an_overflow_is_attributed_to_the_scales_it_had():
 
 def test_a_layer_without_parameters_backs_off_with_those_below():
     model = nn.Sequential(nn.Linear(4, 4), nn.AvgPool1d(1), nn.Flatten(0))
-    scaler = LayerwiseGradientScaler(model, {"1": 2.0**100, "2": 2.0**127, "0": 1.0})
-    scaler.scale()
+    scaler = begin(model, {"1": 2.0**100, "2": 2.0**127, "0": 1.0})
     scaler.trace_loss((model(torch.randn(5, 4)) * 2.0**5).sum()).backward()
     assert not scaler.unscale()
     scaler.update()
@@ -287,8 +286,7 @@ patterns = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=25)
 @given(patterns, st.integers(1, 4), st.sampled_from([(2.0, 0.5), (1.5, 0.25)]), st.integers(0, 25))
 def test_each_scale_goes_its_own_bounded_way_saved_or_not(overflows, interval, factors, saved_at):
     model = nn.ModuleDict({k: nn.Linear(1, 1, bias=False) for k in "ab"})
-    rule = dict(zip(("growth_factor", "backoff_factor"), factors, strict=True))
-    rule |= dict(growth_interval=interval)
+    rule = dict(growth_factor=factors[0], backoff_factor=factors[1], growth_interval=interval)
     low, high = 2.0**-126, (2 - 2.0**-23) * 2.0**127
     scales, clean = {"a": 2.0**126, "b": 2.0**-124}, {"a": 0, "b": 0}
     scaler = LayerwiseGradientScaler(model, scales, **rule)
@@ -313,28 +311,26 @@ def test_each_scale_goes_its_own_bounded_way_saved_or_not(overflows, interval, f
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("active", [False, True])
+@actives
 def test_after_an_exception_the_next_iteration_is_right(active, error):
     def stop(*_):
         raise error
 
     model, x = nn.Sequential(nn.Linear(4, 4), box()), torch.randn(5, 4)
     plain = list(grads(model, x).values())
-    scaler = LayerwiseGradientScaler(model, {"0": 8.0, "1.0": 2.0**10, "1": 2.0})
-    scaler.in_passes = active
-    scaler.scale()
+    scaler = begin(model, {"0": 8.0, "1.0": 2.0**10, "1": 2.0}, active)
     handle = model[1][1].register_forward_pre_hook(stop)
     with pytest.raises(error), scaler.active() if active else contextlib.nullcontext():
         model(x)
     handle.remove()
-    assert n_hooks(model) == (0 if active else 2 * 8)
+    assert sum(map(sum, n_hooks(model))) == (0 if active else 2 * 8)
     scaler.in_passes = False
     scaler.scale()
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))  # has hooks that do nothing
     copied(x * math.inf)
-    assert n_hooks(copied) and scaler._trace.starts == [0]
+    assert has_hooks(copied) and scaler._trace.starts == [0]
     scaler.trace_loss(total(model(x))).backward()
-    assert scaler.unscale() and not n_hooks(model)
+    assert scaler.unscale() and not has_hooks(model)
     assert_same([p.grad for p in model.parameters()], plain)
 
 
@@ -364,3 +360,131 @@ def test_layers_whose_float16_gradients_would_flush_are_refused():
     with pytest.raises(MixedPrecisionError, match="'0' has float16 gradients, which would flush"):
         LayerwiseGradientScaler(net, {"0": 2.0})
     LayerwiseGradientScaler(net.requires_grad_(False), {"0": 2.0})
+
+
+class Faint(nn.Module):
+    """Return the input; its gradient is below float16's smallest number, 2**-24."""
+
+    def forward(self, x):
+        return x * 2.0**-13 * 2.0**-13 + x.detach()
+
+
+def test_over_a_model_with_masters_gradients_leave_a_layer_in_float32():
+    """A scaler in a loop traces the model after `with_masters` has given it copies."""
+    model, x = nn.Sequential(nn.Linear(4, 4), Faint(), nn.Linear(4, 2)), torch.ones(3, 4)
+    model(x).sum().backward()
+    exact = model[0].weight.grad
+    model.zero_grad()
+    with_masters(model, SGD(model.parameters(), 0.1), dtype="fp16")
+    layers = begin(model, {"0": 2.0**16, "1": 2.0**16})
+    layers.trace_loss(model(x).sum()).backward()
+    layers.unscale()
+    torch.testing.assert_close(model[0].weight.grad, exact, rtol=2**-7, atol=0)
+
+
+# In a `Learner`
+
+BY_HAND = {"0": 2.0**4, "4": 2.0**-4, "5": 2.0**3, "10": 2.0**7}
+
+
+def learner(layer_scales=BY_HAND, dtype=torch.float16, flat=False, **kwargs):
+    """Return a learner of `conv_net` in `dtype`."""
+    learn = make_learner(**kwargs)
+    return learn.to_fp16(dtype=dtype, flat_master=flat, layer_scales=layer_scales)
+
+
+def faint(**kwargs):
+    """Return the gradients, of about 2**-26, of a learner's lowest layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(108, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    for layer in model[2:]:
+        layer.weight.data = torch.eye(2) * 2.0**-12
+    grads = []
+    learn = make_learner(model=model).to_fp16(loss_scale=1.0, **kwargs)
+    learn.fit(1, 0.01, cbs=Do("before_step", lambda _: grads.append(model[1].weight.grad.clone())))
+    return grads[0]
+
+
+def test_the_gradients_that_one_scale_flushes_arrive_in_the_masters():
+    exact, flushed = faint(dtype=torch.float32), faint()
+    arrived = faint(layer_scales=dict.fromkeys("123", 2.0**16))
+    assert exact.norm() > 0 and flushed.norm() == 0
+    assert arrived.dtype == torch.float32 and (arrived - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("event", ["forward", "after_pred", "before_backward", "before_step"])
+@pytest.mark.parametrize("error", [ValueError, CancelBatchException])
+def test_a_batch_that_breaks_off_leaves_no_hook_and_no_iteration(event, error):
+    def fail(*_):
+        raise error
+
+    learn = learner()
+    plain = n_hooks(learn.model)
+    hook = learn.model[4].register_forward_pre_hook(fail) if event == "forward" else None
+    is_raised = error is ValueError
+    with pytest.raises(ValueError) if is_raised else contextlib.nullcontext():
+        learn.fit(1, 0.01, cbs=Do(event, fail))
+    if hook is not None:
+        hook.remove()
+    assert n_hooks(learn.model) == plain
+    learn.fit(1, 0.01)
+    learn.to_fp32()
+    assert n_hooks(learn.model) == n_hooks(conv_net()) and "forward" not in vars(learn.model)
+
+
+def interrupt(learn):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_resumed_run_ends_in_the_same_bits_also_with_flat_masters(flat, dtype, tmp_path):
+    unbroken = learner(dtype=dtype, path=tmp_path / "a")
+    unbroken.fit(4, 0.01, cbs=Checkpoint("run"))
+    killed, resumed = (learner(dtype=dtype, flat=flat, path=tmp_path / "b") for _ in range(2))
+    with pytest.raises(KeyboardInterrupt):
+        killed.fit(4, 0.01, cbs=[Checkpoint("run"), Do("after_backward", interrupt, at=9)])
+    checkpoint = Checkpoint("run")
+    resumed.fit(4, 0.01, start_epoch=checkpoint.resume(resumed), cbs=checkpoint)
+    assert_same(bits(resumed), bits(unbroken))
+    assert resumed.mp_cb.layer_scales == unbroken.mp_cb.layer_scales
+
+
+def test_scales_of_other_layers_are_refused_before_anything_is_loaded():
+    learn, other = learner(), learner({"0": 2.0, "4": 4.0})
+    for some in (learn, other):
+        some.fit(1, 0.01)
+    before = copy.deepcopy((bits(learn), learn.mp_cb.layer_scales, learn.mp_cb.loss_scale))
+    with pytest.raises(ValueError, match="expected the same layers"):
+        learn.opt.load_state_dict(other.opt.state_dict())
+    assert_same((bits(learn), learn.mp_cb.layer_scales, learn.mp_cb.loss_scale), before)
+
+
+def test_finding_a_rate_and_copying_leave_the_scales():
+    learn = learner()
+    learn.fit(1, 0.01)
+    other = silent(copy.deepcopy(learn))
+    other.fit(1, 0.01, cbs=Do("before_backward", lambda learn: learn.loss_grad.mul_(1e30), at=0))
+    assert other.mp_cb.layer_scales != BY_HAND == learn.mp_cb.layer_scales
+    with learn.no_bar():
+        learn.lr_find(num_it=6, show_plot=False)
+    assert learn.mp_cb.layer_scales == BY_HAND
+
+
+WRONG = [
+    ({"conv": 2.0}, ValueError, "names 'conv', which is no module"),
+    ({"0": 0.0}, ValueError, "`scale of '0'` is 0.0"),
+    ("auto", TypeError, "expected a dict"),
+    ([1.0], TypeError, "expected a dict"),
+]
+
+
+@pytest.mark.parametrize("layer_scales, error, words", WRONG)
+def test_wrong_scales_raise_and_the_model_is_as_it_was(layer_scales, error, words):
+    learn = make_learner()
+    before = copy.deepcopy(weights(learn))
+    with pytest.raises(error, match=words):
+        learn.to_fp16(layer_scales=layer_scales)
+    assert_same(weights(learn), before)
+    assert n_hooks(learn.model) == n_hooks(conv_net())
+    learn.fit(1, 0.01)

@@ -37,7 +37,7 @@ BYTES = {  # weights + gradients + states; and the 16-bit copies, in a pass
     "float16": (FP16, 4 + 4 + 8, 2),
     "float16, half gradients": (FP16 | HALF, 4 + 2 + 8, 2),
 }
-EACH_MODE = pytest.mark.parametrize("mode", BYTES)
+each_mode = pytest.mark.parametrize("settings, n_bytes, n_copies", BYTES.values(), ids=BYTES)
 
 
 class Peak(TorchDispatchMode):
@@ -81,15 +81,14 @@ def nothing_left():
     gc.collect()
 
 
-@EACH_MODE
-def test_a_loop_takes_the_bytes_per_parameter_that_the_table_names(mode):
+@each_mode
+def test_a_loop_takes_the_bytes_per_parameter_that_the_table_names(settings, n_bytes, n_copies):
     """The copies go as the gradients come, and are not there in the step."""
-    settings, n_bytes, _ = BYTES[mode]
     scaler = LossScaler(enabled=settings["dtype"] == "fp16")
     with Peak() as peak:
         model = make_model()
         opt = torch.optim.AdamW(model.parameters(), foreach=False)
-        if mode != "float32":
+        if settings["dtype"] != "fp32":
             with_masters(model, opt, **settings)
         for _ in range(2):
             scaler.scale(model(torch.ones(2, 512)).square().mean()).backward()
@@ -99,15 +98,14 @@ def test_a_loop_takes_the_bytes_per_parameter_that_the_table_names(mode):
     assert_is_documented(peak, n_bytes)
 
 
-@EACH_MODE
-def test_a_fit_takes_the_bytes_per_parameter_that_the_table_names(mode):
+@each_mode
+def test_a_fit_takes_the_bytes_per_parameter_that_the_table_names(settings, n_bytes, n_copies):
     """fastai keeps zeroed gradients in the next pass, beside the copies."""
-    settings, n_bytes, n_copies = dict(BYTES[mode][0]), *BYTES[mode][1:]
-    to = f"to_{settings.pop('dtype')}"
     dls = tiny.make_dls(torch.ones(6, 512), torch.zeros(6, 512), n_valid=2, bs=2)
     with Peak() as peak:
         learn = Learner(dls, make_model(), nn.MSELoss(), opt_func=Adam)
-        getattr(learn, to)(**settings)
+        to = getattr(learn, f"to_{settings['dtype']}")
+        to(**{k: v for k, v in settings.items() if k != "dtype"})
         with learn.no_bar(), learn.no_logging():
             learn.fit(1)
     assert_is_documented(peak, n_bytes + n_copies)
@@ -194,16 +192,16 @@ def test_the_command_takes_a_function(capsys, tmp_path, monkeypatch):
     assert "1,048,576 parameters" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["no_such_model"], "'no_such_model': module 'torchvision.models' has no attribute"),
-        (["no_module:make"], "No module named 'no_module'"),
-        (["json:make"], "module 'json' has no attribute 'make'"),
-        (["resnet18", "--optimizer", "magic"], "invalid choice: 'magic'"),
-    ],
-)
-def test_the_command_names_what_is_wrong(arguments, message, capsys):
+WRONG = {
+    "no_such_model": "'no_such_model': module 'torchvision.models' has no attribute",
+    "no_module:make": "No module named 'no_module'",
+    "json:make": "module 'json' has no attribute 'make'",
+    "resnet18 --optimizer magic": "invalid choice: 'magic'",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_the_command_names_what_is_wrong(arguments, capsys):
     with pytest.raises(SystemExit):
-        main(arguments)
-    assert message in capsys.readouterr().err
+        main(arguments.split())
+    assert WRONG[arguments] in capsys.readouterr().err

@@ -99,16 +99,15 @@ class Setup(NamedTuple):
     has_scalar: bool
     dtype: torch.dtype
 
+    @property
+    def kept(self):
+        return dict(dtype=self.dtype, flat_master=self.flat)
 
-def setups(dtypes, flat, opts):
-    return st.builds(
-        Setup,
-        opt=st.sampled_from(opts),
-        scale=st.sampled_from([None, 2.0**4, 2.0**10]),
-        flat=st.sampled_from(flat),
-        has_scalar=st.booleans(),
-        dtype=st.sampled_from(dtypes),
-    )
+    def scaler(self, guard):
+        """Return a scaler of losses, or else `guard`."""
+        if self.scale is None:
+            return guard
+        return LossScaler(init_scale=self.scale, growth_interval=2, max_scale=2.0**12)
 
 
 BATCHES = st.builds(
@@ -119,6 +118,11 @@ BATCHES = st.builds(
     stop=st.sampled_from([False] * 5 + [True]),
 )
 PLACES = st.integers(0, 8)  # of parameters
+WRITES = {
+    "in place": lambda p: torch.no_grad()(p.mul_)(0.5),
+    "data": lambda p: setattr(p, "data", p.data * 0.5),
+    "in place through data": lambda p: p.data.mul_(0.5),
+}
 
 
 class Plain:
@@ -129,12 +133,9 @@ class Plain:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             self.model = Net(setup.has_scalar)
-        self.opt, self.is_scaled = OPTIMIZERS[setup.opt](list(self.model.parameters())), False
+        self.params, self.is_scaled = list(self.model.parameters()), False
+        self.opt = OPTIMIZERS[setup.opt](self.params)
         self.attach()
-
-    @property
-    def params(self):
-        return list(self.model.parameters())
 
     def state(self):
         """Return what a file gets, and what the model holds."""
@@ -180,18 +181,13 @@ class Plain:
         Plain.attach(self)
 
 
-def scaler_of(scale):
-    return LossScaler(init_scale=scale, growth_interval=2, max_scale=2.0**12)
-
-
 class Mixed(Plain):
     """The same through `MixedTraining`, as a trainer."""
 
     def attach(self):
         if not hasattr(self, "mixed"):
-            scale = self.setup.scale
-            policy = Policy(dtype=self.setup.dtype, flat_master=self.setup.flat)
-            self.scaler = scaler_of(scale) if scale else guard_of(policy)
+            policy = Policy(**self.setup.kept)
+            self.scaler = self.setup.scaler(guard_of(policy))
             self.mixed = MixedTraining(policy, self.scaler)
         self.mixed.attach(self.model)
         self.mixed.wrap(self.opt)
@@ -219,11 +215,9 @@ class ByHand(Mixed):
     """The same in a loop; the optimizer's step decides on a skip."""
 
     def attach(self):
-        scale = self.setup.scale
         if not hasattr(self, "scaler"):
-            self.scaler = scaler_of(scale) if scale else LossScaler(enabled=False)
-        settings = dict(dtype=self.setup.dtype, flat_master=self.setup.flat)
-        with_masters(self.model, self.opt, **settings)
+            self.scaler = self.setup.scaler(LossScaler(enabled=False))
+        with_masters(self.model, self.opt, **self.setup.kept)
 
     def detach(self):
         self.opt.masters.restore()
@@ -246,8 +240,16 @@ class Laws(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data):
-        self.setup = data.draw(setups(self.dtypes, self.flat, self.opts))
-        self.mine, self.twin = Mixed(self.setup), self.twin_of(self.setup)
+        setup = st.builds(
+            Setup,
+            opt=st.sampled_from(self.opts),
+            scale=st.sampled_from([None, 2.0**4, 2.0**10]),
+            flat=st.sampled_from(self.flat),
+            has_scalar=st.booleans(),
+            dtype=st.sampled_from(self.dtypes),
+        )
+        setup = data.draw(setup)
+        self.mine, self.twin = Mixed(setup), self.twin_of(setup)
         self.stage, self.saved = "empty", None  # of the gradients: or "scaled", or "true"
 
     def each(self, do):
@@ -264,7 +266,8 @@ class Laws(RuleBasedStateMachine):
         for batch in batches:
             self.backward(batch)
         self.unscale_and_step(look)
-        self.clear()
+        self.each(lambda side: side.opt.zero_grad())
+        self.stage = "empty"
 
     @precondition(lambda self: self.stage != "true")
     @rule(batch=BATCHES)
@@ -300,25 +303,9 @@ class Laws(RuleBasedStateMachine):
         self.stage = "empty"
         self.agree()
 
-    def clear(self):
-        """Clear them as the optimizer does."""
-        self.each(lambda side: side.opt.zero_grad())
-        self.stage = "empty"
-
-    @rule(i=PLACES, how=st.sampled_from(["in place", "data", "in place through data"]))
+    @rule(i=PLACES, how=st.sampled_from(list(WRITES)))
     def write_weight(self, i, how):
-
-        def write(side):
-            p = side.params[i % len(side.params)]
-            if how == "data":
-                p.data = p.data * 0.5
-            elif how == "in place through data":
-                p.data.mul_(0.5)
-            else:
-                with torch.no_grad():
-                    p.mul_(0.5)
-
-        self.each(write)
+        self.each(lambda side: WRITES[how](side.params[i % len(side.params)]))
         self.agree()
 
     @precondition(lambda self: self.stage == "empty")
@@ -380,17 +367,8 @@ MORE = int(os.environ.get("MORE_PROGRAMS", "0"))
 
 @pytest.mark.parametrize("laws, n", [(Laws, 80), (HalfLaws, 50), (HandLaws, 50)])
 def test_any_program_keeps_the_laws(laws, n):
+    how = dict(max_examples=n * (MORE or 1), stateful_step_count=14, derandomize=not MORE)
+    how |= dict(phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck))
+    how |= dict(deadline=None, database=None, report_multiple_bugs=False)
     with small_chunks(16):
-        run_state_machine_as_test(
-            laws,
-            settings=settings(
-                max_examples=n * (MORE or 1),
-                stateful_step_count=14,
-                derandomize=not MORE,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate, Phase.shrink],
-                database=None,
-                report_multiple_bugs=False,
-            ),
-        )
+        run_state_machine_as_test(laws, settings=settings(**how))

@@ -3,6 +3,8 @@
 import gc
 import json
 import sys
+from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -19,11 +21,13 @@ from torch import nn  # noqa: E402
 from torch.amp import GradScaler  # noqa: E402
 
 from mixedfp import memory_of  # noqa: E402
+from mixedfp.cast import Policy  # noqa: E402
 from mixedfp.formats import MixedPrecisionError  # noqa: E402
 from mixedfp.optimizer import with_masters  # noqa: E402
 from mixedfp.scaler import LossScaler, any_nonfinite  # noqa: E402
 from mixedfp.step import MixedTraining  # noqa: E402
 
+flats = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 allocated = traffic.device.allocated
 EACH, FLAT, HALF, SMALLEST = list(traffic.MODES)[1:]
 
@@ -87,34 +91,36 @@ def test_the_check_takes_at_most_five_launches_and_one_read():
         assert found.launches <= 5 and found.waits == 1, (dtype, found)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler", "trainer"])
+KINDS = {"guard": partial(LossScaler, enabled=False), "GradScaler": GradScaler}
+
+
+@flats
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize("kind", ["guard", "LossScaler", "GradScaler", "trainer", "no masters"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_with_a_fused_optimizer_no_step_waits(dtype, kind, flat):
+def test_with_a_fused_optimizer_no_step_waits_and_others_once(dtype, kind, fused, flat):
     model, x = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8)).cuda(), torch.ones(4, 8).cuda()
-    opt = torch.optim.AdamW(model.parameters(), fused=True)
-    with_masters(model, opt, dtype=dtype, flat_master=flat)
-    make = {"LossScaler": LossScaler, "GradScaler": GradScaler}.get(kind)
-    scaler = LossScaler(enabled=False) if make is None else make("cuda")
+    opt, scaler = torch.optim.AdamW(model.parameters(), fused=fused), None
     if kind == "trainer":
-        mixed = MixedTraining(opt.masters.policy)
-        opt.masters.restore()
+        mixed = MixedTraining(Policy(dtype, flat_master=flat))
         mixed.attach(model), mixed.wrap(opt)
+        scaler = mixed.scaler
+    elif kind != "no masters":
+        with_masters(model, opt, dtype=dtype, flat_master=flat)
+    scaler = KINDS.get(kind, LossScaler)("cuda") if scaler is None else scaler
     waits = []
     for _ in range(4):
         before = traffic.device.counts()
+        scaler.scale(model(x).square().mean()).backward()
         if kind == "trainer":  # as a Learner does
-            mixed.scaler.scale(model(x).square().mean()).backward()
             assert mixed.opt.look() is not True
             opt.step()
-            mixed.scaler.update()
         else:
-            scaler.scale(model(x).square().mean()).backward()
             scaler.step(opt)
-            scaler.update()
+        scaler.update()
         opt.zero_grad()
         waits.append((traffic.device.counts() - before).waits)
-    assert waits[1:] == [0, 0, 0]
+    assert waits[1:] == [0 if fused else 1] * 3
 
 
 SETTINGS = {
@@ -148,12 +154,19 @@ def test_a_gpu_holds_the_bytes_that_mixedfp_memory_works_out(mode):
     assert active == pytest.approx(row["activations"], rel=0.10)
 
 
-def captured(dtype, scaler, flat=False, **settings):
-    """Capture a whole step after a warm-up, as PyTorch describes it; return the counts."""
+CAPTURED = [("bf16", LossScaler), ("fp16", LossScaler), ("fp16", GradScaler)]
+
+
+@flats
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize("dtype, kind", CAPTURED)
+def test_a_whole_step_is_captured_unless_the_host_would_have_to_decide(dtype, kind, fused, flat):
+    """After a warm-up, as PyTorch describes it."""
     with traffic.Traffic():
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).cuda()
-        opt = torch.optim.AdamW(model.parameters(), capturable=True, **settings)
+        opt = torch.optim.AdamW(model.parameters(), capturable=True, fused=fused)
         with_masters(model, opt, dtype=dtype, flat_master=flat)
+        scaler = kind("cuda", enabled=dtype == "fp16")
         x, stream, graph = torch.zeros(4, 8, device="cuda"), torch.cuda.Stream(), None
 
         def step():
@@ -169,25 +182,13 @@ def captured(dtype, scaler, flat=False, **settings):
         torch.cuda.current_stream().wait_stream(stream)
         n_steps, graph = opt.masters.steps[0].guard.n_steps, torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):  # a wait, or a question to an event, is an error here
-            before = traffic.device.counts()
+        words = "capturable=True, or skip_nonfinite=False"
+        with nullcontext() if fused else pytest.raises(MixedPrecisionError, match=words):
+            with torch.cuda.graph(graph):  # a wait, or a question to an event, is an error here
+                before = traffic.device.counts()
+                step()
+                found = traffic.device.counts() - before
+            assert found.waits == 0 and found.launches > 20
+            assert opt.masters.steps[0].guard.n_steps == n_steps  # nothing has been stepped
+            graph.replay()
             step()
-            found = traffic.device.counts() - before
-        assert opt.masters.steps[0].guard.n_steps == n_steps  # nothing has been stepped
-        graph.replay()
-        step()
-    return found
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-@pytest.mark.parametrize(
-    "dtype, kind", [("bf16", LossScaler), ("fp16", LossScaler), ("fp16", GradScaler)]
-)
-def test_a_whole_step_can_be_captured(dtype, kind, flat):
-    found = captured(dtype, kind("cuda", enabled=dtype == "fp16"), flat, fused=True)
-    assert found.waits == 0 and found.launches > 20
-
-
-def test_what_the_host_would_have_to_decide_cannot_be_captured():
-    with pytest.raises(MixedPrecisionError, match="capturable=True, or skip_nonfinite=False"):
-        captured("bf16", LossScaler(enabled=False))
