@@ -21,6 +21,7 @@ from laws import (
     ELEMENTWISE_OF_TORCH,
     FP32,
     LAYOUTS,
+    NOT_ELEMENTWISE,
     OF_TORCH,
     RECURRENT,
     ByHand,
@@ -202,13 +203,15 @@ def test_a_copied_learner_trains_on_to_the_same_bits(row):
 
 # (e) files are float32, go anywhere, and a run goes on from one
 
+SECOND_MOMENTS = dict.fromkeys(("sqr_avg", "exp_avg_sq"), BF16)
 KINDS = {
     "plain": {},
     **{k: dict(dtype=v) for k, v in DTYPES.items()},
     **{f"{k}_flat": dict(dtype=v, flat_master=True) for k, v in DTYPES.items()},
-    "bfloat16_half_grads": dict(dtype=BF16, flat_master=True, half_grads=True),
+    "half_grads": dict(dtype=BF16, flat_master=True, half_grads=True),
+    "16_bit_states": dict(dtype=BF16, flat_master=True, state_dtype=SECOND_MOMENTS),
 }
-OF_FITS = [k for k in KINDS if k != "bfloat16_half_grads"]
+OF_FITS = [k for k in KINDS if k != "half_grads"]
 LOADED = [k for k in NETS if k != "counter"]  # its last buffer comes with the first batch
 FILES = LOOP | dict(model=LOADED)
 
@@ -227,8 +230,8 @@ def _file(state):
 
 
 def _kinds_allow(row):
-    is_half = "bfloat16_half_grads" in vars(row).values()
-    return row.optimizer in ELEMENTWISE_OF_TORCH or not is_half
+    is_in_chunks = any(v in ("half_grads", "16_bit_states") for v in vars(row).values())
+    return row.optimizer not in NOT_ELEMENTWISE or not is_in_chunks
 
 
 def _is_float32(kind):
@@ -285,33 +288,50 @@ def test_a_killed_loop_goes_on_from_its_file_to_the_same_bits(row):
     assert_same(resumed.end(), whole.end())
 
 
-@law(FIT | dict(model=LOADED), source=OF_FITS, target=OF_FITS)
+def _sizes(learn):
+    """Return the sizes of files of parts, which hold those parts alone: no vector behind a view."""
+    model, states, sizes = learn.model, learn.opt.state_dict()["state"], []
+    for part in (model.state_dict(), model.stem.state_dict(), states, states[0]):
+        torch.save(part, buffer := io.BytesIO())
+        sizes += [len(buffer.getvalue()), len(pickle.dumps(part))]
+    return sizes
+
+
+@law(FIT | dict(model=LOADED), also=_kinds_allow, source=OF_FITS, target=OF_FITS)
 def test_a_file_goes_from_any_learner_into_any_other(row, tmp_path):
     """It is saved after an epoch, and trained on to the bits of the same precision."""
     kinds = row.source, row.target, "plain"
     source, target, plainly = (learner(row, path=tmp_path, **KINDS[k]) for k in kinds)
     source.fit(1, 0.05)
     target.fit(1, 0.01)
-    file, saved = source.save("it"), learn_state(source)
+    plainly.create_opt()
+    file, saved, before = source.save("it"), learn_state(source), learn_state(target)
     with torch.serialization.safe_globals([L]):  # as `learn.load` does
         state = torch.load(file, weights_only=True)
-    plainly.create_opt()
     assert_in_float32(state, plainly.model.state_dict(), row)
+    if row.target.startswith("float16"):
+        with pytest.raises(ValueError, match="not the state of a loss scaler"):
+            target.opt.load_state_dict(state["opt"] | {"loss_scale": {"scale": -1.0}})
+        assert_same(learn_state(target), before)
     for learn in (target, plainly):
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # "Could not load the optimizer state"
             learn.load("it")
         assert_same(learn_state(learn), saved)
+    parts = [_sizes(source), _sizes(target)]
     if row.target != "plain":
         assert_same(learn_state(target.to_fp32()), saved)
+        parts.append(_sizes(target))
         target.add_cb(MixedPrecision(**KINDS[row.target]))
+    for sizes in parts:
+        assert all(a <= 1.02 * b + 64 for a, b in zip(sizes, _sizes(plainly), strict=True))
     for learn in (source, target, plainly):
         learn.model.count = 0
         torch.manual_seed(3)
         learn.fit(1, 0.05)
     if _is_float32(row.target):
         assert_same(learn_state(target), learn_state(plainly))
-    elif row.source.partition("_")[0] == row.target.partition("_")[0]:
+    elif row.source.removesuffix("_flat") == row.target.removesuffix("_flat"):
         assert_same(learn_state(target), learn_state(source))
 
 

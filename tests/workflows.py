@@ -18,8 +18,10 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import Adam
 from nets import DEVICE
-from tiny import Do, torch_optimizer
+from tiny import Do, opt_state, torch_optimizer, weights
 from torch import nn
+
+from mixedfp.testing import assert_same
 
 LOOPS, BY_HAND, FITS = {}, {}, {}
 
@@ -351,6 +353,34 @@ def saving_and_loading(learn):
     learn.fit(1, 0.05)
     learn.fit(2, 0.1, wd=0.5, cbs=SaveModelCallback(fname="best", with_opt=True))
     learn.fit(1, 0.05)
+    learn.create_opt()
+    learn.freeze()
+    learn.fit(1, 0.05)
+    learn.save("without moments of what is frozen")
+    learn.unfreeze()
+    learn.fit(1, 0.05)
+    learn.load("without moments of what is frozen")
+    learn.fit(1, 0.05)
+
+
+LOADED_IN = [
+    *("before_fit", "before_train", "before_batch", "after_backward", "before_step"),
+    *("after_step", "after_batch", "before_validate", "after_epoch"),
+]
+
+
+@fit
+def loading_in_any_event(learn):
+    for event in LOADED_IN:
+        learn.fit(1, 0.05, wd=0.1)
+        learn.save("one")
+        saved = [weights(learn), opt_state(learn)]
+
+        def load(learn, saved=saved):
+            learn.load("one")
+            assert_same([weights(learn), opt_state(learn)], saved)
+
+        learn.fit(1, 0.02, wd=0.1, cbs=Do(event, load, training=False))
 
 
 CANCELLED = [
