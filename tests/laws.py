@@ -182,7 +182,8 @@ NOT_ON_CUDA = {"Adagrad_fused", *(["Adafactor"] if IS_OLD else [])}
 RECURRENT = {"lstm", "gru", "packed_gru"}
 NO_DOUBLE_BACKWARD = {"recomputed_reentrant", "own_function", *RECURRENT}
 USED_TWICE = {"twice", "tied", "own_function", "weight_norm", "spectral_norm", *RECURRENT}
-ONE_BACKWARD_A_STEP = {"iterating", "scaling_the_loss", "setting_rates", "freezing", "fine_tuning"}
+ONE_BACKWARD_A_STEP = {"iterating", "scaling_the_loss", "setting_rates", "freezing"}
+ONE_BACKWARD_A_STEP |= {"fitting_and_fine_tuning"}
 
 
 def allows(row):
@@ -258,8 +259,6 @@ class Loop:
     def params(self):
         return list(self.model.parameters())
 
-    # the verbs
-
     def forward(self, x):
         return self.model(x)
 
@@ -319,8 +318,6 @@ class Loop:
             assert self.opt.masters.restore() is self.model
             assert_same(self.held(), before)
             self.wrap()
-
-    # what is seen
 
     def see(self, what):
         """Remember it."""

@@ -38,7 +38,7 @@ from laws import (
 )
 from nets import DEVICE, NETS
 from tiny import OPTIMIZERS, Do, plain, weights
-from workflows import BY_HAND, FITS, LOOPS
+from workflows import BY_HAND, FITS, LOOPS, through_a_file
 
 from mixedfp.callback import MixedPrecision
 from mixedfp.testing import assert_same
@@ -114,8 +114,8 @@ NEAR = {"float16": 0.01, "bfloat16": 0.06}  # of the way from the first weights 
 @law(
     dict(model=SMOOTH, optimizer=["sgd", "torch_sgd"]),
     workflow=[
-        *("fitting_in_one_cycle", "fine_tuning", "freezing_and_unfreezing", "clipping_norms"),
-        *("accumulating_batches", "changing_the_defaults", "training_batch_by_batch"),
+        *("fitting_and_fine_tuning", "freezing_and_unfreezing", "changing_the_defaults"),
+        *("clipping_norms_and_accumulating_batches", "training_batch_by_batch"),
     ],
     precision=HALVES,
     layout=EACH_AND_FLAT,
@@ -222,13 +222,6 @@ def _of_kind(row, name, n=0, first=0):
     return run
 
 
-def _file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def _kinds_allow(row):
     is_in_chunks = any(v in ("half_grads", "16_bit_states") for v in vars(row).values())
     return row.optimizer not in NOT_ELEMENTWISE or not is_in_chunks
@@ -252,7 +245,7 @@ def assert_in_float32(state, model, row):
 
 @law(FILES, also=_kinds_allow, source=KINDS, target=KINDS)
 def test_a_file_goes_from_any_kind_of_loop_into_any_other(row):
-    state = _file(_of_kind(row, row.source, 2).state())
+    state = through_a_file(_of_kind(row, row.source, 2).state())
     assert_in_float32(state, _of_kind(row, "plain", 2).state()["model"], row)
     target, plainly = _of_kind(row, row.target, 1, 5), _of_kind(row, "plain")
     for run in (target, plainly):
@@ -276,7 +269,7 @@ def test_a_killed_loop_goes_on_from_its_file_to_the_same_bits(row):
         torch.manual_seed(2)
         run.iterate(3)
     scaler = {} if killed.scaler is None else killed.scaler.state_dict()
-    state, scaler = _file((killed.state(), scaler))
+    state, scaler = through_a_file((killed.state(), scaler))
     resumed.load(state)
     resumed.model.count = whole.model.count
     if scaler:

@@ -37,6 +37,12 @@ def _into(*tables):
     return put
 
 
+def through_a_file(state):
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 # Plain loops
 
 loop, by_hand = _into(LOOPS), _into(LOOPS, BY_HAND)  # masters by hand go through some of them
@@ -203,11 +209,9 @@ def looking_at_everything(run):
 @loop
 def going_back_to_a_file_and_through_float32(run):
     run.iterate(2)
-    file = io.BytesIO()
-    torch.save(run.state(), file)
+    state = through_a_file(run.state())
     run.iterate(2)
-    file.seek(0)
-    run.load(torch.load(file, weights_only=True))
+    run.load(state)
     run.iterate(2)
     run.there_and_back()
     run.iterate(2)
@@ -250,15 +254,11 @@ SEARCH = {"num_it": 4, "show_plot": False, "suggest_funcs": None}
 
 
 @fit
-def fitting_in_one_cycle(learn):
+def fitting_and_fine_tuning(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.fit_one_cycle(1, slice(0.01, 0.1), wd=0.1)
     learn.fit_flat_cos(1, slice(0.01, 0.05), pct_start=0.25, wd=0.1)
     learn.fit_sgdr(1, 1, 0.05, wd=0.1)
-
-
-@fit
-def fine_tuning(learn):
     learn.fine_tune(1, 0.05, freeze_epochs=1, wd=0.5)
 
 
@@ -293,12 +293,8 @@ def finding_a_rate(learn):
 
 
 @fit
-def clipping_norms(learn):
+def clipping_norms_and_accumulating_batches(learn):
     learn.fit(2, 0.1, wd=0.5, cbs=GradientClip(0.1))
-
-
-@fit
-def accumulating_batches(learn):
     learn.fit(2, 0.1, wd=0.5, cbs=GradientAccumulation(10))  # two and a half: some are left over
     learn.fit(1, 0.1, cbs=[GradientClip(0.1), GradientAccumulation(8)])
 
