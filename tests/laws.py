@@ -85,10 +85,8 @@ LAYOUTS = {
     "half_grads": dict(flat_master=True, half_grads=True),
     "16_bit_states": dict(flat_master=True),  # and `state_dtype`, see `settings`
 }
-WITH_16_BIT_STATES = {
-    "SGD_momentum": "momentum_buffer", "AdamW": "exp_avg", "adam": "grad_avg",
-    "sgd": "grad_avg", "torch_adamw": "exp_avg",
-}  # fmt: skip
+WITH_16_BIT_STATES = {"SGD_momentum": "momentum_buffer", "AdamW": "exp_avg"}
+WITH_16_BIT_STATES |= {"sgd": "grad_avg", "adam": "grad_avg", "torch_adamw": "exp_avg"}
 
 
 def settings(row):
@@ -100,13 +98,12 @@ def settings(row):
 
 
 def read_late(monkeypatch):
-    """Take this CPU's checks for a GPU's, which nobody has read; return those that are waited for.
-
-    `DummyEvent` is over once somebody has waited for it.
-    """
+    """Take this CPU's checks for a GPU's that nobody has read; return those that are waited for."""
     waits = []
 
     class DummyEvent:
+        """It is over once somebody has waited for it."""
+
         def query(self):
             return self in waits
 

@@ -121,13 +121,10 @@ NEAR = {"float16": 0.01, "bfloat16": 0.06}  # of the way from the first weights 
     layout=EACH_AND_FLAT,
 )
 def test_a_fit_in_16_bits_ends_near_float32(row):
+    states = weights(learner(row)), *(train(row, **k)["weights"] for k in (settings(row), {}))
     first, found, expected = (
         torch.cat([v.flatten().cpu() for v in state.values() if v.is_floating_point()])
-        for state in (
-            weights(learner(row)),
-            train(row, **settings(row))["weights"],
-            train(row)["weights"],
-        )
+        for state in states
     )
     off = (found - expected).norm() / (expected - first).norm()
     assert 0 < off < NEAR[row.precision], f"{off:.4f} of the way from float32"
@@ -369,12 +366,9 @@ def _overflow(run, fault):
 
 
 @law(
-    LOOP
-    | dict(
-        model=[k for k in NETS if k != "sometimes_used"],  # it counts the batches of its own
-        optimizer=[*ELEMENTWISE_OF_TORCH, "AdamW_fused", "Adafactor"],
-    ),
+    dict(model=[k for k in NETS if k != "sometimes_used"]),  # it counts the batches of its own
     also=_skips,
+    optimizer=[*ELEMENTWISE_OF_TORCH, "AdamW_fused", "Adafactor"],
     precision=DTYPES,
     layout=LAYOUTS,
     **SCALERS,
@@ -451,16 +445,14 @@ def _assert_true(row, found, true):
     order=[11, 60],
 )
 def test_callbacks_find_unscaled_float32_gradients_before_a_step(row):
-    seen = []
-    for kept in (settings(row), {}):
-        grads = []
+    seen = [], []
+    for grads, kept in zip(seen, (settings(row), {}), strict=True):
 
         def look(learn, grads=grads):
             grads.append([p.grad.clone() for p in learn.model.parameters()])
 
         torch.manual_seed(0)
         learner(row, **kept).fit(1, 0.01, cbs=Do("before_step", look, order=row.order))
-        seen.append(grads)
     assert len(seen[1]) == 4
     if row.precision == "float32":
         assert_same(*seen)

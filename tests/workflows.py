@@ -359,10 +359,8 @@ def saving_and_loading(learn):
     learn.fit(1, 0.05)
 
 
-LOADED_IN = [
-    *("before_fit", "before_train", "before_batch", "after_backward", "before_step"),
-    *("after_step", "after_batch", "before_validate", "after_epoch"),
-]
+LOADED_IN = ["before_fit", "before_train", "before_batch", "after_backward", "before_step"]
+LOADED_IN += ["after_step", "after_batch", "before_validate", "after_epoch"]
 
 
 @fit
