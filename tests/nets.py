@@ -59,19 +59,15 @@ class Square(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Parts by their names, modules, parameters or buffers, and what `FORWARDS` does with them."""
+    """Parts by their names: modules, parameters or buffers. Each kind is a class, in `LAYERS`."""
 
-    def __init__(self, kind, parts):
+    def __init__(self, parts):
         super().__init__()
-        self.kind = kind
         for name, part in parts.items():
             if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
                 self.register_buffer(name, part)
             else:
                 setattr(self, name, part)
-
-    def forward(self, x):
-        return FORWARDS[self.kind](self, x)
 
 
 def _packed(m, x):
@@ -91,7 +87,7 @@ def _own_attention(m, x):
     return scaled_dot_product_attention(q, k, v).squeeze(1)
 
 
-FORWARDS = {
+FORWARDS = {  # one for each class, because the library reads their code
     "lstm": lambda m, x: m.cell(x)[0],
     "gru": lambda m, x: m.cell(x)[0],
     "packed_gru": _packed,
@@ -110,6 +106,8 @@ FORWARDS = {
     "tied": lambda m, x: m.other(torch.tanh(m.one(x))),
     "sometimes_used": lambda m, x: x + m.layer(x),
 }
+LAYERS = {k: type(f"{k}_layer", (Layer,), dict(forward=f)) for k, f in FORWARDS.items()}
+globals().update({cls.__name__: cls for cls in LAYERS.values()})  # where pickle looks for them
 
 
 def tied():
@@ -224,14 +222,14 @@ class Built(nn.Module):
         self.stem, self.head = STEMS[net.inputs](), nn.Linear(4, 2)
         mix = nn.Conv2d(4, 4, 1) if net.inputs == "images" else nn.Linear(4, 4)
         made = KINDS[net.inputs][net.kind]()
-        layer = Layer(net.kind, made) if isinstance(made, dict) else made
+        layer = LAYERS[net.kind](made) if isinstance(made, dict) else made
         self.layers = nn.ModuleList([mix, nn.Tanh(), layer, nn.Tanh()])
 
     def forward(self, x):
         self.count += self.training
         x = self.stem(x)
         for layer in self.layers:
-            if self.count % 2 or getattr(layer, "kind", None) != "sometimes_used":
+            if self.count % 2 or not isinstance(layer, LAYERS["sometimes_used"]):
                 x = layer(x)
         if x.ndim == 3:
             x = x.mean(1)
