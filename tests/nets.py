@@ -106,8 +106,10 @@ FORWARDS = {  # one for each class, because the library reads their code
     "tied": lambda m, x: m.other(torch.tanh(m.one(x))),
     "sometimes_used": lambda m, x: x + m.layer(x),
 }
-LAYERS = {k: type(f"{k}_layer", (Layer,), dict(forward=f)) for k, f in FORWARDS.items()}
-globals().update({cls.__name__: cls for cls in LAYERS.values()})  # where pickle looks for them
+LAYERS = {}
+for _kind, _forward in FORWARDS.items():
+    _forward.__name__, _name = "forward", f"{_kind}_layer"  # by these names pickle finds them
+    LAYERS[_kind] = globals()[_name] = type(_name, (Layer,), dict(forward=_forward))
 
 
 def tied():

@@ -200,7 +200,7 @@ def test_a_copied_learner_trains_on_to_the_same_bits(row):
 
 # (e) files are float32, go anywhere, and a run goes on from one
 
-SECOND_MOMENTS = dict.fromkeys(("sqr_avg", "exp_avg_sq"), BF16)
+SECOND_MOMENTS = dict.fromkeys(("sqr_avg", "exp_avg_sq", "square_avg"), BF16)
 KINDS = {
     "plain": {},
     **{k: dict(dtype=v) for k, v in DTYPES.items()},
