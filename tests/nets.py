@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, prune, rnn
 from torch.utils.checkpoint import checkpoint
 
 DEVICE = os.environ.get("MIXEDFP_TEST_DEVICE", "cpu")  # of models and data
@@ -44,129 +44,6 @@ class Counter(nn.Module):
         return (x - self.mean) * self.mask
 
 
-class Cell(nn.Module):
-    """A recurrent layer, over a sequence."""
-
-    def __init__(self, kind, packed=False):
-        super().__init__()
-        self.cell, self.packed = kind(4, 4, batch_first=True), packed
-
-    def forward(self, x):
-        if not self.packed:
-            return self.cell(x)[0]
-        lengths = torch.arange(len(x)) % x.shape[1] + 1
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
-        out, _ = self.cell(packed)
-        length = x.shape[1]
-        return nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=length)[0]
-
-
-class Attention(nn.Module):
-    """Attend to oneself, masked."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        n = x.shape[1]
-        mask = x.new_full((n, n), float("-inf")).triu(1)
-        return self.module(x, x, x, attn_mask=mask, need_weights=False)[0]
-
-
-class OwnAttention(nn.Module):
-    """Attend to oneself, with PyTorch's function."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(4, 12)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
-        return scaled_dot_product_attention(q, k, v).squeeze(1)
-
-
-class Recomputed(nn.Module):
-    """A layer whose activations are computed a second time in the backward pass."""
-
-    def __init__(self, reentrant=False):
-        super().__init__()
-        self.layer, self.reentrant = nn.Linear(4, 4), reentrant
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
-
-
-class Positions(nn.Module):
-    """Add positions, made in 32 bits in the forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.mix(x + torch.linspace(-0.5, 0.5, x.shape[-1], device=x.device))
-
-
-class Empty(nn.Module):
-    """Hold parameters without elements."""
-
-    def __init__(self):
-        super().__init__()
-        self.empty, self.rows = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(0, 4))
-
-    def forward(self, x):
-        return x + self.empty.sum() + self.rows.sum()
-
-
-class Double(nn.Module):
-    """Multiply by a frozen parameter and a buffer of 64 bits."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.tensor(1 / 7, dtype=torch.float64), requires_grad=False)
-        self.register_buffer("wide", torch.tensor(1 / 3, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * (1 + self.table * self.wide).to(x.dtype)
-
-
-class Complex(nn.Module):
-    """Multiply by the size of a trained complex number."""
-
-    def __init__(self):
-        super().__init__()
-        self.phase = nn.Parameter(torch.tensor(0.6 + 0.8j))
-
-    def forward(self, x):
-        return x * self.phase.abs().to(x.dtype)
-
-
-class Many(nn.Module):
-    """Very many very small parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ParameterList([torch.rand(3) + 0.5 for _ in range(100)])
-        self.named = nn.ParameterDict({"shift": torch.rand(()) - 0.5})
-
-    def forward(self, x):
-        return torch.tanh(x * torch.stack(list(self.scales)).mean() + self.named["shift"])
-
-
-class Quantized(nn.Module):
-    """A frozen layer whose weight is kept in 8 bits, with a scale."""
-
-    def __init__(self):
-        super().__init__()
-        w = torch.randn(4)
-        self.register_buffer("scale", w.abs().max() / 100)
-        self.register_buffer("weight", (w / self.scale).to(torch.int8))
-
-    def forward(self, x):
-        return x * (self.weight.to(x.dtype) * self.scale).mean()
-
-
 class Square(torch.autograd.Function):
     """A function with a backward pass of the user's own."""
 
@@ -181,73 +58,86 @@ class Square(torch.autograd.Function):
         return 2 * x * scale * g, (x * x * g).sum().to(scale.dtype)
 
 
-class OwnFunction(nn.Module):
-    """Call it."""
+class Layer(nn.Module):
+    """Parts by their names: modules, parameters or buffers. Each kind is a class, in `LAYERS`."""
 
-    def __init__(self):
+    def __init__(self, parts):
         super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x):
-        return Square.apply(torch.tanh(x), self.scale)
-
-
-class Twice(nn.Module):
-    """One layer, called twice and known by two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = self.again = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.again(torch.tanh(self.one(x)))
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
 
 
-class Tied(nn.Module):
-    """Two layers with biases of their own, of which both have the same weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.other.weight = self.one.weight
-
-    def forward(self, x):
-        return self.other(torch.tanh(self.one(x)))
+def _packed(m, x):
+    lengths = torch.arange(len(x)) % x.shape[1] + 1
+    packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return rnn.pad_packed_sequence(m.cell(packed)[0], True, total_length=x.shape[1])[0]
 
 
-class Sometimes(nn.Module):
-    """A layer for every other batch, and one that is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.never = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
-
-    def forward(self, x):
-        return x + self.layer(x)
+def _attention(m, x):
+    n = x.shape[1]
+    mask = x.new_full((n, n), float("-inf")).triu(1)
+    return m.module(x, x, x, attn_mask=mask, need_weights=False)[0]
 
 
-def _half_input(module, args):
-    return (args[0] * 0.5,)
+def _own_attention(m, x):
+    q, k, v = m.qkv(x).unsqueeze(1).chunk(3, -1)
+    return scaled_dot_product_attention(q, k, v).squeeze(1)
 
 
-def _half_output(module, args, out):
-    return out * 0.5
+FORWARDS = {  # one for each class, because the library reads their code
+    "lstm": lambda m, x: m.cell(x)[0],
+    "gru": lambda m, x: m.cell(x)[0],
+    "packed_gru": _packed,
+    "attention": _attention,
+    "own_attention": _own_attention,
+    "positions": lambda m, x: m.mix(x + torch.linspace(-0.5, 0.5, x.shape[-1], device=x.device)),
+    "recomputed": lambda m, x: checkpoint(m.layer, x, use_reentrant=False),
+    "recomputed_reentrant": lambda m, x: checkpoint(m.layer, x, use_reentrant=True),
+    "empty": lambda m, x: x + m.empty.sum() + m.rows.sum(),
+    "double": lambda m, x: x * (1 + m.table * m.wide).to(x.dtype),
+    "complex": lambda m, x: x * m.phase.abs().to(x.dtype),
+    "many": lambda m, x: torch.tanh(x * torch.stack(list(m.scales)).mean() + m.named["shift"]),
+    "quantized": lambda m, x: x * (m.weight.to(x.dtype) * m.scale).mean(),
+    "own_function": lambda m, x: Square.apply(torch.tanh(x), m.scale),
+    "twice": lambda m, x: m.again(torch.tanh(m.one(x))),
+    "tied": lambda m, x: m.other(torch.tanh(m.one(x))),
+    "sometimes_used": lambda m, x: x + m.layer(x),
+}
+LAYERS = {}
+for _kind, _forward in FORWARDS.items():
+    _forward.__name__, _name = "forward", f"{_kind}_layer"  # by these names pickle finds them
+    LAYERS[_kind] = globals()[_name] = type(_name, (Layer,), dict(forward=_forward))
 
 
-def _half_grad(module, grad_in, grad_out):
-    return (grad_in[0] * 0.5,)
+def tied():
+    """Return two layers with biases of their own, of which both have the same weight."""
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    return dict(one=one, other=other)
 
 
 def hooked():
     """Return a layer with hooks of the user's: on the way there, and on the way back."""
     layer = nn.Linear(4, 4)
-    layer.register_forward_pre_hook(_half_input)
-    layer.register_forward_hook(_half_output)
-    layer.register_full_backward_hook(_half_grad)
+    layer.register_forward_pre_hook(_halve)
+    layer.register_forward_hook(_halve)
+    layer.register_full_backward_hook(_halve)
     return layer
 
 
-KINDS = {
+def _halve(module, seen, out=None):
+    """Halve the output where there is one, else the input, or the gradient of the input."""
+    return out * 0.5 if isinstance(out, torch.Tensor) else (seen[0] * 0.5,)
+
+
+def _frozen(value):
+    return nn.Parameter(torch.tensor(value, dtype=torch.float64), requires_grad=False)
+
+
+KINDS = {  # what makes a layer, or the parts of a `Layer`
     "images": {
         "norm": lambda: nn.BatchNorm2d(4),
         "group_norm": lambda: nn.GroupNorm(2, 4),
@@ -255,17 +145,17 @@ KINDS = {
         "transposed": lambda: nn.ConvTranspose2d(4, 4, 3, padding=1),
         "pruned": lambda: prune.l1_unstructured(nn.Conv2d(4, 4, 1), "weight", 0.5),
         "wide": lambda: nn.Sequential(nn.Conv2d(4, 9, 3, padding=1), nn.ReLU(), nn.Conv2d(9, 4, 1)),
-        "sometimes_used": Sometimes,
+        "sometimes_used": lambda: dict(layer=nn.Conv2d(4, 4, 1), never=nn.Conv2d(4, 4, 1)),
     },
     "words": {
-        "lstm": lambda: Cell(nn.LSTM),
-        "gru": lambda: Cell(nn.GRU),
-        "packed_gru": lambda: Cell(nn.GRU, packed=True),
-        "attention": Attention,
-        "own_attention": OwnAttention,
+        "lstm": lambda: dict(cell=nn.LSTM(4, 4, batch_first=True)),
+        "gru": lambda: dict(cell=nn.GRU(4, 4, batch_first=True)),
+        "packed_gru": lambda: dict(cell=nn.GRU(4, 4, batch_first=True)),
+        "attention": lambda: dict(module=nn.MultiheadAttention(4, 2, batch_first=True)),
+        "own_attention": lambda: dict(qkv=nn.Linear(4, 12)),
         "layer_norm": lambda: nn.LayerNorm(4),
-        "positions": Positions,
-        "tied": Tied,
+        "positions": lambda: dict(mix=nn.Linear(4, 4)),
+        "tied": tied,
     },
     "vectors": {
         "batch_norm": lambda: nn.BatchNorm1d(4),
@@ -277,20 +167,25 @@ KINDS = {
         "counter": Counter,
         "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
         "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
-        "recomputed": Recomputed,
-        "recomputed_reentrant": lambda: Recomputed(reentrant=True),
-        "empty": Empty,
-        "double": Double,
-        "complex": Complex,
-        "many": Many,
-        "quantized": Quantized,
-        "own_function": OwnFunction,
-        "twice": Twice,
+        "recomputed": lambda: dict(layer=nn.Linear(4, 4)),
+        "recomputed_reentrant": lambda: dict(layer=nn.Linear(4, 4)),
+        "empty": lambda: dict(
+            empty=nn.Parameter(torch.ones(0)), rows=nn.Parameter(torch.ones(0, 4))
+        ),
+        "double": lambda: dict(table=_frozen(1 / 7), wide=torch.tensor(1 / 3, dtype=torch.float64)),
+        "complex": lambda: dict(phase=nn.Parameter(torch.tensor(0.6 + 0.8j))),
+        "many": lambda: dict(
+            scales=nn.ParameterList([torch.rand(3) + 0.5 for _ in range(100)]),
+            named=nn.ParameterDict({"shift": torch.rand(()) - 0.5}),
+        ),
+        "quantized": lambda: dict(
+            scale=torch.tensor(0.02), weight=torch.randint(-100, 100, (4,), dtype=torch.int8)
+        ),
+        "own_function": lambda: dict(scale=nn.Parameter(torch.tensor(0.5))),
+        "twice": lambda: dict.fromkeys(("one", "again"), nn.Linear(4, 4)),
         "hooked": hooked,
     },
-    "padded": {
-        "padded": lambda: nn.LayerNorm(4),
-    },
+    "padded": {"padded": lambda: nn.LayerNorm(4)},
 }
 STEMS = {
     "images": lambda: nn.Conv2d(3, 4, 2),  # of 4 by 4 pixels: 3 by 3 are left
@@ -328,13 +223,15 @@ class Built(nn.Module):
         self.net, self.count = net, 0
         self.stem, self.head = STEMS[net.inputs](), nn.Linear(4, 2)
         mix = nn.Conv2d(4, 4, 1) if net.inputs == "images" else nn.Linear(4, 4)
-        self.layers = nn.ModuleList([mix, nn.Tanh(), KINDS[net.inputs][net.kind](), nn.Tanh()])
+        made = KINDS[net.inputs][net.kind]()
+        layer = LAYERS[net.kind](made) if isinstance(made, dict) else made
+        self.layers = nn.ModuleList([mix, nn.Tanh(), layer, nn.Tanh()])
 
     def forward(self, x):
         self.count += self.training
         x = self.stem(x)
         for layer in self.layers:
-            if self.count % 2 or not isinstance(layer, Sometimes):
+            if self.count % 2 or not isinstance(layer, LAYERS["sometimes_used"]):
                 x = layer(x)
         if x.ndim == 3:
             x = x.mean(1)

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
@@ -26,24 +26,14 @@ CHOSEN += [f"pytorch_optimizer.{k}" for k in ("lion", "prodigy", "soap")]
 EVERY = [f"pytorch_optimizer.{k}" for k in others.get_supported_optimizers()]
 EVERY += [f"timm.{k}" for k in of_timm.list_optimizers()]
 MATRICES = "adago adamuon distributedmuon muon muonclip normuon".split()  # these are told which
-SETTINGS = dict(
-    bsam=dict(num_data=20, foreach=False),
-    prodigy=dict(lr=1.0),
-    ranger21=dict(num_iterations=20),
-    soap=dict(precondition_frequency=2),
-)
+SETTINGS = dict(bsam=dict(num_data=20, foreach=False), prodigy=dict(lr=1.0))
+SETTINGS |= dict(ranger21=dict(num_iterations=20), soap=dict(precondition_frequency=2))
 SECOND_ORDER = "adahessian sophiah".split()
 CLOSURE = "alig bsam lbfgs".split()  # needed; two of them call it again, where no step is skipped
-LEFT_OUT = dict(
-    adalomo="steps in the backward pass",
-    bnb="needs CUDA",
-    demo="needs einops",
-    distributedmuon="needs a process group",
-    fused="needs CUDA and apex",
-    lomo="steps in the backward pass",
-)
+LEFT_OUT = dict(bnb="needs CUDA", fused="needs CUDA and apex", demo="needs einops")
+LEFT_OUT |= dict(distributedmuon="needs a process group")
+LEFT_OUT |= dict.fromkeys(("adalomo", "lomo"), "steps in the backward pass")
 BF16, FLAT = dict(dtype="bf16"), dict(dtype="bf16", flat_master=True)
-each_chosen = pytest.mark.parametrize("name", CHOSEN)
 each_layout = pytest.mark.parametrize("layout", [BF16, FLAT], ids=["a master each", "flat"])
 
 
@@ -85,8 +75,7 @@ class Run:
     def backward(self, i, factor=1.0):
         for opt in self.opts:
             opt.zero_grad()
-        generator = torch.Generator().manual_seed(i)
-        x, y = torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
+        x, y = torch.randn(5, 9, generator=torch.Generator().manual_seed(i)).split((6, 3), 1)
         loss = (self.model(x) - y).square().mean() * factor
         loss.backward(create_graph=self.kind in SECOND_ORDER)
         return loss
@@ -106,8 +95,7 @@ class Run:
 
     def save(self):
         """Return what files hold, read back."""
-        file = io.BytesIO()
-        torch.save([o.state_dict() for o in (self.model, *self.opts)], file)
+        torch.save([o.state_dict() for o in (self.model, *self.opts)], file := io.BytesIO())
         file.seek(0)
         return torch.load(file, weights_only=True)
 
@@ -123,7 +111,7 @@ def opened(state):
         return {k: opened(v) for k, v in state.items()}
     if isinstance(state, list | tuple | deque):
         return [opened(v) for v in state]
-    is_object = hasattr(state, "__dict__") and not isinstance(state, Tensor)
+    is_object = hasattr(state, "__dict__") and not isinstance(state, torch.Tensor)
     return opened(vars(state)) if is_object else state
 
 
@@ -156,28 +144,19 @@ def test_an_optimizer_steps_masters_as_it_steps_weights(any_name):
             assert_same(train(**layout), unguarded)
 
 
-@each_chosen
+@pytest.mark.parametrize("name", CHOSEN)
 @each_layout
-def test_a_file_continues_to_the_bits_of_an_unbroken_run(name, layout):
-    whole = Run(name, **layout).train(range(8))
-    saved = Run(name, **layout).train(range(4)).save()
-    resumed = Run(name, seed=1, **layout).load(saved).train(range(4, 8))
-    assert_same(resumed.save(), whole.save())
-
-
-@each_chosen
-@each_layout
-def test_a_skipped_step_changes_nothing(name, layout):
-    run = Run(name, **layout).train(range(3))
-    before = copy.deepcopy(run.save())
-    run.backward(3)
+def test_a_skipped_step_changes_nothing_and_a_file_continues_to_the_same_bits(name, layout):
+    whole, run = (Run(name, **layout).train(range(n)) for n in (8, 4))
+    saved = copy.deepcopy(run.save())
+    run.backward(4)
     for opt in run.opts:
         opt.param_groups[0]["params"][0].grad.view(-1)[0] = float("inf")
         opt.step()
-    assert_same(run.save(), before)
+    assert_same(run.save(), saved)
     assert run.opts[0].masters.n_skipped == len(run.opts)
-    run.train([3])
-    assert_same(run.save(), Run(name, **layout).train(range(4)).save())
+    for one in (run, Run(name, seed=1, **layout).load(saved)):
+        assert_same(one.train(range(4, 8)).save(), whole.save())
 
 
 @each_layout

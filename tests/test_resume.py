@@ -7,6 +7,7 @@ import os
 import random
 from contextlib import suppress
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -76,17 +77,19 @@ class Killed(Exception):
     """What stands for a signal where no process is to die."""
 
 
-def kill_at(epoch):
-    def kill(learn):
-        if learn.epoch == epoch and learn.training and learn.iter == 2:
+def kill(is_now):
+    """Kill in the middle of the epoch for which `is_now` is true."""
+
+    def at(learn):
+        if learn.training and learn.iter == 2 and is_now(learn.epoch):
             raise Killed
 
-    return Do("before_batch", kill, order=90)
+    return Do("before_batch", at, order=90)
 
 
 def killed_run(path, at=2, fit=one_cycle, cbs=(), **kwargs):
     with pytest.raises(Killed):
-        run(start(path, **kwargs), fit, [*cbs, kill_at(at)])
+        run(start(path, **kwargs), fit, [*cbs, kill(lambda epoch: epoch == at)])
 
 
 def ends(learn):
@@ -222,19 +225,6 @@ def test_a_finished_run_trains_nothing_and_a_second_fit_all_its_epochs(tmp_path)
 # Several fits
 
 
-def dies_in_its_second_epoch():
-    """A start trains one epoch, and is killed in the next."""
-    epochs = []
-
-    def kill(learn):
-        if learn.training and learn.iter == 2:
-            epochs.append(learn.epoch)
-            if len(epochs) == 2:
-                raise Killed
-
-    return Do("before_batch", kill, order=90)
-
-
 def several_fits(path, *cbs):
     """Fit by two objects of one name; what is between the fits does not count."""
     learn = start(path, split=three_groups)
@@ -252,12 +242,13 @@ def several_fits(path, *cbs):
 
 @pytest.mark.parametrize("cbs", [list, lambda: [MixUp()]], ids=["plain", "mixup"])
 def test_no_epoch_of_several_fits_is_lost(cbs, tmp_path):
-    """Each start trains one epoch more; the last one ends as an unbroken run."""
+    """Each start trains one epoch, and is killed in the next; the last ends as an unbroken run."""
     whole, n_starts, learn = ends(several_fits(tmp_path / "whole", *cbs())), 0, None
     while learn is None:
-        n_starts += 1
+        n_starts, n_epochs = n_starts + 1, count(1)
         with suppress(Killed):
-            learn = several_fits(tmp_path / "run", *cbs(), dies_in_its_second_epoch())
+            second = kill(lambda _, n_epochs=n_epochs: next(n_epochs) == 2)
+            learn = several_fits(tmp_path / "run", *cbs(), second)
     assert n_starts == 7
     assert_same(ends(learn), whole)
 
@@ -266,7 +257,7 @@ def test_other_fits_than_those_of_the_file_are_refused(tmp_path):
     with pytest.raises(Killed):
         learn, checkpoint = start(tmp_path), Checkpoint("run")
         one_cycle(learn, 2, cbs=checkpoint)
-        one_cycle(learn, 3, cbs=[checkpoint, kill_at(1)])
+        one_cycle(learn, 3, cbs=[checkpoint, kill(lambda epoch: epoch == 1)])
     learn, checkpoint = start(tmp_path), Checkpoint("run")
     done = checkpoint.resume(learn)
     before = ends(learn)
@@ -329,61 +320,46 @@ def test_two_runs_with_one_name_do_not_disturb_each_other(tmp_path, monkeypatch)
     assert load_checkpoint(file) == {"epoch": 1} and set(tmp_path.iterdir()) == {file, young}
 
 
-class Runs:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
+def _changed(change):
+    return lambda file, to: to.write_bytes(change(file.read_bytes()))
 
 
-def _changed(change, file, path):
-    (path / "models/run.pth").write_bytes(change(file.read_bytes()))
-
-
-def _state(change, file, path):
-    save_checkpoint(change(load_checkpoint(file), path), path / "models/run.pth")
-
-
-def _learn_save(file, path):
-    one_cycle(learn := start(path), 1)
+def _learn_save(file, to):
+    learn = start(to.parent.parent)
+    learn.create_opt()
     learn.save("run")
 
 
-_same = partial(_changed, bytes)
+def _put(key, value, message="or not by Checkpoint"):
+    """Refuse a file whose checksums are right, with another value at `key`."""
 
-
-def _put(key, value):
-    """Return a writer of a file whose checksums are right, with another value at `key`."""
-
-    def change(state, path):
+    def make(file, to):
+        state = part = load_checkpoint(file)
         *inner, last = key.split("/")
-        part = state
         for name in inner:
             part = part[int(name) if isinstance(part, list) else name]
         part[last] = value
-        return state
+        save_checkpoint(state, to)
 
-    return partial(_state, change), {}, "or not by Checkpoint"
+    return make, {}, message
 
 
 REFUSED = {  # how the file is made, settings of the learner, the message
-    "empty": (partial(_changed, lambda d: b""), {}, "is damaged"),
-    "cut": (partial(_changed, lambda d: d[:-1]), {}, "is damaged"),
+    "empty": (_changed(lambda data: b""), {}, "is damaged"),
+    "cut": (_changed(lambda data: data[:-1]), {}, "is damaged"),
     "of learn.save": (_learn_save, {}, "learn.load reads the files of learn.save"),
-    "code": (partial(_state, lambda s, p: s | {"x": Runs(str(p / "made"))}), {}, "Python objects"),
-    "something else": (partial(_state, lambda s, p: {}), {}, "or not by Checkpoint"),
-    "another model": (_same, dict(model=Now), "saved with a different model or optimizer"),
-    "another optimizer": (_same, dict(opt="torch_adamw"), "number of parameters differ"),
+    "code": _put("x", os.mkdir, "Python objects"),
+    "something else": (lambda file, to: save_checkpoint({}, to), {}, "or not by Checkpoint"),
+    "another model": (_changed(bytes), dict(model=Now), "saved with a different model or opt"),
+    "another optimizer": (_changed(bytes), dict(opt="torch_adamw"), "number of parameters differ"),
+    "other groups": (_changed(bytes), dict(split=three_groups), "group 1, group 2 differ"),
     "not a dict": _put("opt", 3),
     "no progress": _put("opt/checkpoint", None),
     "no model": _put("model", None),
     "no states": _put("opt/state", [3] * 10),
     "no ranks": _put("opt/checkpoint/ranks", []),
     "a rank": _put("opt/checkpoint/ranks", [{}]),
-    "a gradient": (*_put("opt/checkpoint/ranks/0/grads/0.weight", torch.ones(2))[:2], "0.weight"),
+    "a gradient": _put("opt/checkpoint/ranks/0/grads/0.weight", torch.ones(2), "0.weight"),
     "a random state": _put("opt/checkpoint/ranks/0/random/torch", torch.ones(2)),
     "another random state": _put("opt/checkpoint/ranks/0/random/python", [1, 2]),
     "fits": _put("opt/checkpoint/fits", [[3]]),
@@ -392,7 +368,6 @@ REFUSED = {  # how the file is made, settings of the learner, the message
     "a scale": _put("opt/loss_scale", {"scale": -1.0}),
     "a gradient scale": _put("opt/checkpoint/grad_scale", float("nan")),
     "counts": _put("opt/checkpoint/callbacks", [3]),
-    "other groups": (_same, dict(split=three_groups), "group 1, group 2 differ"),
 }
 
 
@@ -401,7 +376,7 @@ REFUSED = {  # how the file is made, settings of the learner, the message
 def test_a_refused_file_changes_nothing(precision, kind, after_two, tmp_path):
     make, settings, message = REFUSED[kind]
     (tmp_path / "models").mkdir()
-    make(after_two, tmp_path)
+    make(after_two, tmp_path / "models/run.pth")
     learn = start(tmp_path, precision, **settings)
     learn.create_opt()
     random_before, before = random_states(learn.dls), ends(learn)
@@ -409,7 +384,6 @@ def test_a_refused_file_changes_nothing(precision, kind, after_two, tmp_path):
     with pytest.raises(MixedPrecisionError, match=message):
         Checkpoint("run").resume(learn)
     assert_same(ends(learn), before)
-    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("name", [None, "", "folder", "file/run", "x" * 300])
@@ -422,36 +396,30 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(name, tmp_pat
     assert not trained
 
 
-def left_over(path, precision, **mixed):
-    """Kill a run that accumulates, resume it in float32; return the gradients it starts with."""
-    path.mkdir()
-    settings = dict(model=flat_net, precision=precision, **mixed)
-    killed_run(path, fit=steady, cbs=[GradientAccumulation(20)], **settings)
-    found = []
-    look = Do("before_batch", lambda learn: found or found.extend(grads_of(learn)), order=90)
-    run(start(path, "fp32", model=flat_net), steady, [GradientAccumulation(20), look])
-    return found
-
-
-def flat_net():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Flatten(), nn.Linear(images(1)[0][0].numel(), 2))
-
-
-def grads_of(learn):
-    return [p.grad.clone() for p in learn.model.parameters()]
-
-
 def test_gradients_of_a_scaled_run_are_resumed_unscaled_in_float32(tmp_path):
-    expected = left_over(tmp_path / "fp32", "fp32")
-    found = left_over(tmp_path / "fp16", FLAT, loss_scale=2.0**10)
-    assert all(g.abs().max() > 0 for g in expected)
-    for g, true in zip(found, expected, strict=True):
+    grads = []
+
+    def look(learn):
+        grads.append([p.grad.clone() for p in learn.model.parameters()])
+        raise Killed
+
+    def model():
+        return nn.Sequential(nn.Flatten(), nn.Linear(108, 2))
+
+    for precision, settings in (("fp32", {}), (FLAT, dict(loss_scale=2.0**10))):
+        path, cbs = tmp_path / precision, [GradientAccumulation(20)]
+        path.mkdir()
+        killed_run(path, 2, steady, cbs, model=model, precision=precision, **settings)
+        with pytest.raises(Killed):
+            cbs.append(Do("before_batch", look, order=90))
+            run(start(path, "fp32", model=model), steady, cbs)
+    for true, g in zip(*grads, strict=True):
+        assert true.abs().max() > 0
         torch.testing.assert_close(g, true, rtol=0.02, atol=0.02 * true.abs().max().item())
 
 
 def test_a_gan_learner_is_refused():
-    learn = make_learner("adam", flat_net, one_group, dls=shuffled_dls())
+    learn = make_learner()
     learn.gan_trainer = object()
     with pytest.raises(MixedPrecisionError, match="GANLearner"):
         learn.to_bf16()

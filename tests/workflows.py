@@ -11,43 +11,41 @@ from functools import partial
 
 import fastai.callback.schedule  # noqa: F401, gives Learner fit_one_cycle, fine_tune, lr_find
 import torch
+from fastai.basics import Learner, params
+from fastai.callback import core
 from fastai.callback.channelslast import ChannelsLast
-from fastai.callback.core import (
-    CancelBatchException,
-    CancelEpochException,
-    CancelFitException,
-    CancelStepException,
-    CancelTrainException,
-)
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import Adam
 from nets import DEVICE
-from tiny import Do, torch_optimizer
+from tiny import Do, opt_state, torch_optimizer, weights
 from torch import nn
+
+from mixedfp.testing import assert_same
 
 LOOPS, BY_HAND, FITS = {}, {}, {}
 
 
-def loop(f):
-    """Register a workflow of plain loops."""
-    LOOPS[f.__name__] = f
-    return f
+def _into(*tables):
+    """Return a decorator that puts a workflow into these tables."""
+
+    def put(f):
+        for table in tables:
+            table[f.__name__] = f
+        return f
+
+    return put
 
 
-def by_hand(f):
-    """Register one that masters kept by hand can go through as well."""
-    BY_HAND[f.__name__] = f
-    return loop(f)
-
-
-def fit(f):
-    """Register a workflow of fastai."""
-    FITS[f.__name__] = f
-    return f
+def through_a_file(state):
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 # Plain loops
+
+loop, by_hand = _into(LOOPS), _into(LOOPS, BY_HAND)  # masters by hand go through some of them
 
 
 @by_hand
@@ -68,11 +66,11 @@ def clipping(run):
         run.backward(i)
         run.unscale()
         if i % 2:
-            run.see(nn.utils.clip_grad_norm_(run.with_grads, 0.1), "norm")
+            run.see(nn.utils.clip_grad_norm_(run.params, 0.1))
         else:
-            nn.utils.clip_grad_value_(run.with_grads, 0.01)
+            nn.utils.clip_grad_value_(run.params, 0.01)
         run.step()
-        run.zero_grad()
+        run.opt.zero_grad()
 
 
 @by_hand
@@ -81,7 +79,7 @@ def accumulating(run):
         run.backward(i)
         if i % 3 == 2:
             run.step()
-            run.zero_grad(set_to_none=i == 2)
+            run.opt.zero_grad(set_to_none=i == 2)
 
 
 @by_hand
@@ -90,7 +88,7 @@ def freezing(run):
     run.train_only("head")
     run.iterate(2)
     run.train_only("stem", "layers", "head")
-    run.zero_grad()
+    run.opt.zero_grad()
     run.iterate(2)
 
 
@@ -110,7 +108,7 @@ def scheduling_one_cycle(run):
     for i in range(5):
         run.iterate(1, i)
         schedule.step()
-    run.see([dict(g, params=None) for g in run.opt.param_groups], "groups")
+    run.see([dict(g, params=None) for g in run.opt.param_groups])
 
 
 @loop
@@ -124,16 +122,23 @@ def adding_a_group(run):
 
 @loop
 def stepping_twice_without_gradients_and_with_a_closure(run):
-    run.zero_grad()
+    run.opt.zero_grad()
     run.opt.step()
     run.backward(0)
     run.opt.step()
     run.opt.step()
-    run.zero_grad()
+    run.opt.zero_grad()
     run.opt.step()
     run.iterate(1)
-    for i in range(3):
-        run.step_with_closure(i)
+
+    def closure():
+        run.opt.zero_grad()
+        loss = run.loss(1)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        run.see(run.opt.step(closure))
     run.iterate(1)
 
 
@@ -149,7 +154,7 @@ def writing_weights(run):
     vector = nn.utils.parameters_to_vector(run.model.head.parameters())
     nn.utils.vector_to_parameters(vector / 2, run.model.head.parameters())
     run.iterate(2)
-    run.zero_grad()
+    run.opt.zero_grad()
     run.backward(9)
     run.model.head.weight.data = run.model.head.weight.data * 0.5  # between backward and step
     run.step()
@@ -158,7 +163,7 @@ def writing_weights(run):
 @loop
 def editing_gradients(run):
     for i in range(4):
-        run.zero_grad()
+        run.opt.zero_grad()
         run.backward(i)
         p, q = run.model.head.parameters()
         if i == 0:
@@ -198,17 +203,15 @@ def looking_at_everything(run):
             run.model.eval()
             run.loss(50)
             run.model.train()
-        run.zero_grad()
+        run.opt.zero_grad()
 
 
 @loop
 def going_back_to_a_file_and_through_float32(run):
     run.iterate(2)
-    file = io.BytesIO()
-    torch.save(run.state(), file)
+    state = through_a_file(run.state())
     run.iterate(2)
-    file.seek(0)
-    run.load(torch.load(file, weights_only=True))
+    run.load(state)
     run.iterate(2)
     run.there_and_back()
     run.iterate(2)
@@ -220,40 +223,42 @@ def interrupting_passes_and_reloading_before_the_step(run):
     run.backward(1)
     run.load(copy.deepcopy(run.state()))
     run.step()
-    run.zero_grad()
-    for when in ("forward", "backward"):
+    run.opt.zero_grad()
+    head = run.model.head
+    for register in (head.register_forward_pre_hook, head.register_full_backward_pre_hook):
+        hook = register(_press_ctrl_c)
         with suppress(KeyboardInterrupt):
-            run.backward(1, stop=when)
-        run.zero_grad()
+            run.backward(1)
+        hook.remove()
         run.iterate(1)
+
+
+def _press_ctrl_c(*_):
+    raise KeyboardInterrupt
 
 
 @loop
 def penalizing_gradients(run):
     for i in range(3):
-        run.zero_grad()
+        run.opt.zero_grad()
         loss = run.loss(i)
-        p = run.model.head.weight
-        (g,) = torch.autograd.grad(loss, [p], create_graph=True)
+        (g,) = torch.autograd.grad(loss, [run.model.head.weight], create_graph=True)
         (loss + g.float().square().sum()).backward()
         run.step()
 
 
 # fastai: lr 0.1 and a weight decay that cannot be overlooked
 
+fit = _into(FITS)
 SEARCH = {"num_it": 4, "show_plot": False, "suggest_funcs": None}
 
 
 @fit
-def fitting_in_one_cycle(learn):
+def fitting_and_fine_tuning(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.fit_one_cycle(1, slice(0.01, 0.1), wd=0.1)
     learn.fit_flat_cos(1, slice(0.01, 0.05), pct_start=0.25, wd=0.1)
     learn.fit_sgdr(1, 1, 0.05, wd=0.1)
-
-
-@fit
-def fine_tuning(learn):
     learn.fine_tune(1, 0.05, freeze_epochs=1, wd=0.5)
 
 
@@ -266,13 +271,10 @@ def freezing_and_unfreezing(learn):
     learn.freeze_to(-2)
     learn.fit(1, 0.02)
     learn.freeze()
-    unfreeze = Do("before_batch", lambda learn: learn.unfreeze(), at=2)
-    learn.fit(1, slice(0.01, 0.1), wd=0.5, cbs=unfreeze)
-    freeze = Do("after_batch", lambda learn: learn.freeze(), at=1)
-    learn.fit(1, slice(0.01, 0.1), cbs=freeze)
-    freeze = Do("before_step", lambda learn: learn.freeze(), at=1)
-    thaw = Do("after_step", lambda learn: learn.unfreeze(), at=2)
-    learn.fit(1, 0.05, wd=0.1, cbs=[freeze, thaw])
+    learn.fit(1, slice(0.01, 0.1), wd=0.5, cbs=Do("before_batch", Learner.unfreeze, at=2))
+    learn.fit(1, slice(0.01, 0.1), cbs=Do("after_batch", Learner.freeze, at=1))
+    thaw = Do("after_step", Learner.unfreeze, at=2)
+    learn.fit(1, 0.05, wd=0.1, cbs=[Do("before_step", Learner.freeze, at=1), thaw])
     learn.fit(1, 0.05)
 
 
@@ -291,12 +293,8 @@ def finding_a_rate(learn):
 
 
 @fit
-def clipping_norms(learn):
+def clipping_norms_and_accumulating_batches(learn):
     learn.fit(2, 0.1, wd=0.5, cbs=GradientClip(0.1))
-
-
-@fit
-def accumulating_batches(learn):
     learn.fit(2, 0.1, wd=0.5, cbs=GradientAccumulation(10))  # two and a half: some are left over
     learn.fit(1, 0.1, cbs=[GradientClip(0.1), GradientAccumulation(8)])
 
@@ -312,7 +310,7 @@ def starting_over_and_clamping_weights(learn):
     learn.fit_one_cycle(1, 0.1, wd=0.5)
     learn.fit_one_cycle(1, slice(0.01, 0.05), reset_opt=True)
     learn.create_opt()
-    learn.fit(1, 0.05, cbs=Do("after_batch", lambda learn: learn.create_opt(), at=1))
+    learn.fit(1, 0.05, cbs=Do("after_batch", Learner.create_opt, at=1))
     learn.fit(1, 0.1, wd=0.5, cbs=Do("after_step", _clamp))
     learn.fit(1, 0.1, cbs=Do("after_batch", _clamp, at=1))
 
@@ -351,18 +349,38 @@ def saving_and_loading(learn):
     learn.fit(1, 0.05)
     learn.fit(2, 0.1, wd=0.5, cbs=SaveModelCallback(fname="best", with_opt=True))
     learn.fit(1, 0.05)
+    learn.create_opt()
+    learn.freeze()
+    learn.fit(1, 0.05)
+    learn.save("without moments of what is frozen")
+    learn.unfreeze()
+    learn.fit(1, 0.05)
+    learn.load("without moments of what is frozen")
+    learn.fit(1, 0.05)
+
+
+LOADED_IN = ["before_fit", "before_train", "before_batch", "after_backward", "before_step"]
+LOADED_IN += ["after_step", "after_batch", "before_validate", "after_epoch"]
+
+
+@fit
+def loading_in_any_event(learn):
+    for event in LOADED_IN:
+        learn.fit(1, 0.05, wd=0.1)
+        learn.save("one")
+        saved = [weights(learn), opt_state(learn)]
+
+        def load(learn, saved=saved):
+            learn.load("one")
+            assert_same([weights(learn), opt_state(learn)], saved)
+
+        learn.fit(1, 0.02, wd=0.1, cbs=Do(event, load, training=False))
 
 
 CANCELLED = [
-    ("before_step", CancelStepException),
-    ("before_step", CancelBatchException),
-    ("after_backward", CancelBatchException),
-    ("after_loss", CancelBatchException),
-    ("after_pred", CancelBatchException),
-    ("after_step", CancelBatchException),
-    ("before_step", CancelTrainException),
-    ("after_step", CancelEpochException),
-    ("before_batch", CancelFitException),
+    *("before_step Step", "before_step Batch", "after_backward Batch", "after_loss Batch"),
+    *("after_pred Batch", "after_step Batch", "before_step Train", "after_step Epoch"),
+    "before_batch Fit",
 ]
 
 
@@ -372,7 +390,8 @@ def _raise(error, learn):
 
 @fit
 def calling_steps_off_and_interrupting_fits(learn):
-    for i, (event, error) in enumerate(CANCELLED):
+    for i, (event, kind) in enumerate(map(str.split, CANCELLED)):
+        error = getattr(core, f"Cancel{kind}Exception")
         cancel = Do(event, partial(_raise, error), at=1, order=(5, 60)[i % 2])
         learn.fit(1, 0.05, wd=0.5, cbs=cancel)
     for event, order in (("after_backward", 5), ("before_step", 60), ("after_step", 5)):
@@ -387,9 +406,8 @@ def validating_inside(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.get_preds()
     learn.validate()
-    predict = Do("after_epoch", lambda learn: learn.get_preds(inner=True, reorder=False))
-    predict.only_training = False
-    learn.fit(2, 0.05, cbs=predict)
+    predict = partial(Learner.get_preds, inner=True, reorder=False)
+    learn.fit(2, 0.05, cbs=Do("after_epoch", predict, training=False))
 
 
 @fit
@@ -406,10 +424,7 @@ def setting_hypers_optimizer_and_splitter(learn):
     learn.opt_func = partial(Adam, eps=0.1)  # or it blows rounding up where gradients are small
     learn.fit(1, 0.01, reset_opt=True)
     learn.opt_func, learn.opt = torch_optimizer(torch.optim.AdamW, eps=0.1), None
-    learn.splitter = lambda model: [
-        list(model.head.parameters()),
-        [*model.stem.parameters(), *model.layers.parameters()],
-    ]
+    learn.splitter = lambda model: [params(model.head), params(model.stem) + params(model.layers)]
     learn.fit(1, slice(0.001, 0.01))
 
 
