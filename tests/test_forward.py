@@ -28,15 +28,6 @@ def half(model, dtype=BF16, **kwargs):
     return model
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(self.body(x).relu())
-
-
 class Ends(nn.Module):
     """A layer, and an end."""
 
@@ -75,31 +66,40 @@ class Output:
     cache: object
 
 
-@both
-def test_outputs_keep_their_type_and_targets_inside_are_not_rounded(dtype):
-    class Regression(Plain):
-        def forward(self, x, labels=None):
-            y = super().forward(x)
-            return Output(y, X), {"loss": [F.mse_loss(y, labels), None]}, "text"
+class Losses(nn.Sequential):
+    """Keeps what it is called with, and computes a loss inside."""
 
-    labels = torch.full((16, 3), 1 + 2**-12)
-    output, losses, text = half(Regression(), dtype)(X, labels=labels)
+    def forward(self, x, labels, *, mask):
+        self.seen = x, labels, mask
+        y = super().forward(x)
+        losses = {"loss": [y, F.mse_loss(y, labels), None]}
+        return Output((y + mask).softmax(-1), X), losses, "text"
+
+
+@both
+def test_arguments_and_outputs_keep_their_types_and_targets_inside_are_not_rounded(dtype):
+    labels, mask = torch.full((16, 3), 1001.94), torch.tensor([0.0, torch.finfo(FULL).min, 0.0])
+    model = half(Losses(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), dtype)
+    output, losses, text = model(X, labels, mask=mask)
+    assert all(a is b for a, b in zip(model.seen, (X, labels, mask), strict=True))
     assert type(output) is Output and output.cache is X and text == "text"
-    assert output.logits.dtype == FULL and losses["loss"][1] is None
-    assert_same(losses["loss"][0], F.mse_loss(output.logits, labels))
+    assert output.logits.dtype == FULL and output.logits.isfinite().all()
+    assert_same(losses["loss"][1:], [F.mse_loss(losses["loss"][0], labels), None])
+    half(model, dtype, autocast=False)(X, labels, mask=mask)
+    assert [t.dtype for t in model.seen] == [dtype] * 3
 
 
-ENDS = (
-    nn.Softmax(-1),
-    lambda y: y.softmax(-1)[:, None].squeeze(1),
-    lambda y: y.log_softmax(-1).exp(),
-)
+ENDS = {
+    "module": nn.Softmax(-1),
+    "method": lambda y: y.softmax(-1)[:, None].squeeze(1),
+    "log": lambda y: y.log_softmax(-1).exp(),
+}
 
 
 @both
-@pytest.mark.parametrize("end", ENDS, ids=["module", "method", "log"])
+@pytest.mark.parametrize("end", ENDS)
 def test_probabilities_add_up_to_1_and_a_sigmoid_is_none(end, dtype):
-    assert (half(Ends(end), dtype)(X).sum(-1) - 1).abs().max() < 2e-6
+    assert (half(Ends(ENDS[end]), dtype)(X).sum(-1) - 1).abs().max() < 2e-6
     model = half(Ends(torch.sigmoid), dtype)
     with torch.no_grad():
         model.linear.weight.zero_(), model.linear.bias.fill_(10.0)
@@ -109,10 +109,10 @@ def test_probabilities_add_up_to_1_and_a_sigmoid_is_none(end, dtype):
 @both
 @pytest.mark.parametrize("native", [False, True])
 def test_32_bit_tensors_inside_are_no_obstacle(dtype, native):
-    model, plain = Positions(), Positions()
-    plain.load_state_dict(model.state_dict())
+    model = Positions()
+    expected = model(X)
     out = half(model, dtype, native=native)(X)
-    torch.testing.assert_close(out, plain(X), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
     F.cross_entropy(out, Y).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -126,26 +126,49 @@ def test_without_autocast_they_are_refused_and_the_rest_is_in_16_bits():
     assert half(nn.LSTM(4, 4), autocast=False)(X)[0].dtype == FULL  # a part without copies
 
 
-# What is raised
+def add(y):
+    return torch.zeros(16, 100).index_add(0, torch.arange(16), y)
 
 
-def test_a_constant_beyond_float16_is_named():
-    model = half(Ends(lambda y: y.masked_fill(y > 0, -1e9)), HALF)
+def mask_out(y):
+    return y.masked_fill(y > 0, -1e9)
+
+
+def test_a_constant_beyond_float16_and_dtypes_that_do_not_mix_are_named():
     with pytest.raises(MixedPrecisionError, match=r"Ends is beyond .* 65504.*torch\.finfo"):
-        model(X)
-    assert half(Ends(lambda y: y.masked_fill(y > 0, -1e9)))(X).min() < -9e8
+        half(Ends(mask_out), HALF)(X)
+    assert half(Ends(mask_out))(X).min() < -9e8
+    with pytest.raises(RuntimeError, match="scalar type\nEnds combines dtypes.*autocast=False"):
+        half(Ends(add))(X)
+
+
+@both
+def test_products_that_autocast_leaves_in_float32_do_not_round_their_operands(dtype):
+    class Distances(nn.Linear):
+        def forward(self, a, b):
+            one = a.flatten(), b.flatten()
+            dots = a[0].dot(b[0]), torch.inner(*one), torch.tensordot(*one, 1)
+            return torch.stack(dots), torch.cdist(a, b)
+
+    a, b = 100 + torch.randn(4, 3), 100 + torch.randn(4, 3)
+    goal = Distances(1, 1)(a, b)
+    assert_same(half(Distances(1, 1), dtype)(a, b), goal)
 
 
 # What tools see
 
-
-SHAPES = {Plain: (16, 4), Positions: (16, 4), encoder: (2, 5, 4)}
+SHAPES = {
+    "layers": (lambda: Ends(nn.Sequential(nn.ReLU(), nn.Linear(100, 3))), (16, 4)),
+    "positions": (Positions, (16, 4)),
+    "encoder": (encoder, (2, 5, 4)),
+}
 
 
 @both
-@pytest.mark.parametrize("make", SHAPES)
-def test_export_trace_and_functional_call(make, dtype):
-    model, x = half(make(), dtype).eval(), torch.randn(SHAPES[make])
+@pytest.mark.parametrize("name", SHAPES)
+def test_export_trace_and_functional_call(name, dtype):
+    make, shape = SHAPES[name]
+    model, x = half(make(), dtype).eval(), torch.randn(shape)
     expected = model(x)
     exported = torch.export.export(model, (x,)).module()(x)
     traced = torch.jit.trace(model, x, check_trace=False)(x)
@@ -179,96 +202,31 @@ def test_compiled_recurrent_layers_run_outside_and_the_forward_pass_inside():
     assert "forward" not in vars(model)
 
 
-# Inputs are the caller's, norms keep the stream
+# Norms keep the stream
 
 
-class Sees(nn.Module):
-    """Keeps what it is called with, and computes a loss inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x, target, *, mask):
-        self.seen = x, target, mask
-        y = (self.layer(x) + mask).softmax(-1)
-        return y, F.mse_loss(y.float(), target.float())
+class Stream(nn.Sequential):
+    def forward(self, x, is_full, is_recomputed):
+        x = self[0](x).float() if is_full else self[0](x)
+        y = checkpoint(self[1], x, use_reentrant=False) if is_recomputed else self[1](x)
+        self.seen = x, y
+        return y
 
 
-@both
-def test_arguments_arrive_as_they_are_passed_or_cast_without_autocast(dtype):
-    target, mask = torch.full((16, 3), 1001.94), torch.tensor([0.0, torch.finfo(FULL).min, 0.0])
-    model = half(Sees(), dtype)
-    out, loss = model(X, target, mask=mask)
-    assert all(a is b for a, b in zip(model.seen, (X, target, mask), strict=True))
-    assert out.dtype == FULL and torch.isfinite(out).all()
-    assert_same(loss, F.mse_loss(out, target))
-    model = half(Sees(), dtype, autocast=False)
-    model(X, target, mask=mask)
-    assert [t.dtype for t in model.seen] == [dtype] * 3
-
-
-@both
-def test_products_that_autocast_leaves_in_float32_do_not_round_their_operands(dtype):
-    class Distances(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Linear(1, 1)
-
-        def forward(self, a, b):
-            one = a.flatten(), b.flatten()
-            dots = a[0].dot(b[0]), torch.inner(*one), torch.tensordot(*one, 1)
-            return torch.stack(dots), torch.cdist(a, b)
-
-    a, b = 100 + torch.randn(4, 3), 100 + torch.randn(4, 3)
-    model = Distances()
-    goal = model(a, b)
-    assert_same(half(model, dtype)(a, b), goal)
-
-
-NORMS = {
-    "layer_norm": lambda: nn.LayerNorm(4),
-    "without_a_bias": lambda: nn.LayerNorm(4, bias=False),
-    "without_a_weight": lambda: nn.LayerNorm(4, elementwise_affine=False),
-    "group_norm": lambda: nn.GroupNorm(2, 4),
-    "rms_norm": lambda: nn.RMSNorm(4),
-    "a_subclass": lambda: type("Own", (nn.LayerNorm,), {})(4),
-}
-
-
-@both
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("name", NORMS)
-def test_a_norm_returns_the_dtype_it_is_given(name, recomputed, dtype):
-    class Stream(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.norm = nn.Linear(4, 4), NORMS[name]()
-
-        def forward(self, x, is_full):
-            x = self.layer(x)
-            x = x.float() if is_full else x
-            y = checkpoint(self.norm, x, use_reentrant=False) if recomputed else self.norm(x)
-            self.seen = x, y
-            return y
-
-    model = half(Stream(), dtype)
-    for is_full in (True, False):
-        model(X, is_full).sum().backward()
-        x, y = model.seen
-        assert x.dtype == y.dtype == (FULL if is_full else dtype)
-        exact = NORMS[name]()(x.detach().float())
-        torch.testing.assert_close(y.float(), exact, **NEAR[y.dtype])
-    assert all(p.grad is not None for p in model.parameters())
-
-
+NORMS = [nn.LayerNorm(4), nn.LayerNorm(4, bias=False), nn.LayerNorm(4, elementwise_affine=False)]
+NORMS += [nn.GroupNorm(2, 4), nn.RMSNorm(4), type("Own", (nn.LayerNorm,), {})(4)]
 NEAR = {FULL: dict(atol=1e-5, rtol=1e-5), HALF: dict(atol=4e-3, rtol=2e-3),
         BF16: dict(atol=3e-2, rtol=2e-2)}  # fmt: skip
 
 
-def test_mixed_dtypes_that_autocast_does_not_cast_name_the_way_out():
-    def adds(y):
-        return torch.zeros(16, 100).index_add(0, torch.arange(16), y)
-
-    with pytest.raises(RuntimeError, match="scalar type\nEnds combines dtypes.*autocast=False"):
-        half(Ends(adds))(X)
+@both
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_a_norm_returns_the_dtype_it_is_given(norm, is_recomputed, dtype):
+    model = half(Stream(nn.Linear(4, 4), copy.deepcopy(norm)), dtype)
+    for is_full in (True, False):
+        model(X, is_full, is_recomputed).sum().backward()
+        x, y = model.seen
+        assert x.dtype == y.dtype == (FULL if is_full else dtype)
+        torch.testing.assert_close(y.float(), norm(x.detach().float()), **NEAR[y.dtype])
+    assert all(p.grad is not None for p in model.parameters())
