@@ -3,9 +3,11 @@
 The guide's table is made of what is found here.
 """
 
+import copy
 import json
 import traceback
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -51,9 +53,7 @@ class Net(nn.Module):
 
 def spread(model, engine, dtype):
     """Distribute `model`; return it and the part of a batch that this process gets."""
-    policy = MixedPrecisionPolicy()
-    if dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=None if dtype is None else torch.float32)
     if engine == "tensor parallel":
         plan = {"b": ColwiseParallel(output_layouts=Replicate())}
         return parallelize_module(model, init_device_mesh("cpu", (N,)), plan), slice(None)
@@ -103,26 +103,21 @@ def train(engine, feature, dtype=None):
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-    state = {k: whole(t) for k, t in model.state_dict().items()}
-    return state, scaler.skipped if scaler.is_enabled() or dtype is None else opt.masters.skipped
-
-
-def whole(t):
-    """Return a copy of all of `t`."""
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+    items = model.state_dict().items()
+    state = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in items}
+    skipped = scaler.skipped if scaler.is_enabled() or dtype is None else opt.masters.skipped
+    return copy.deepcopy(state), skipped
 
 
 def work(rank):
     """Return ends, or the last line of an error, by engine, feature and dtype."""
     found = {}
-    for engine in ENGINES:
-        for feature in FEATURES:
-            for dtype in (None, torch.bfloat16, torch.float16):
-                if dtype != torch.float16 or feature in ("training", INF):
-                    try:
-                        found[engine, feature, dtype] = train(engine, feature, dtype)
-                    except Exception:
-                        found[engine, feature, dtype] = traceback.format_exc()
+    for engine, feature, dtype in product(ENGINES, FEATURES, (None, torch.bfloat16, torch.float16)):
+        if dtype != torch.float16 or feature in ("training", INF):
+            try:
+                found[engine, feature, dtype] = train(engine, feature, dtype)
+            except Exception:
+                found[engine, feature, dtype] = traceback.format_exc()
     return found
 
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 import torch
+from scripts import UNet
 from torch import nn
-from torch.nn.functional import softmax
 
 from mixedfp.optimizer import with_masters
 
@@ -58,25 +58,6 @@ PADDED = dict(input_ids=WORDS, attention_mask=torch.tensor([[1] * 6, [1] * 3 + [
 of_bert = partial(of_transformers, "Bert", "ForSequenceClassification", **PADDED)
 
 
-class Diffusion(nn.Module):
-    """A small U-Net whose layers are shifted by a timestep."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.down = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, 2, 1)
-        self.up, self.last = nn.ConvTranspose2d(32, 16, 2, 2), nn.Conv2d(32, 3, 3, padding=1)
-        self.norms = nn.ModuleList([nn.GroupNorm(4, 16), nn.GroupNorm(4, 32)])
-        self.time = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 32))
-
-    def forward(self, x, t):
-        rates = torch.exp(-torch.arange(8) * 1.1)
-        angles = t[:, None] * rates
-        shift = self.time(torch.cat([angles.sin(), angles.cos()], 1))[..., None, None]
-        a = self.norms[0](self.first(x)).relu()
-        b = (self.norms[1](self.down(a)) + shift).relu()
-        return self.last(torch.cat([a, self.up(b)], 1))
-
-
 class Graph(nn.Module):
     """Adds up messages of neighbours, weighted by attention."""
 
@@ -92,18 +73,6 @@ class Graph(nn.Module):
         sent = x[a] * weight / total[b]
         found = sent.new_zeros(len(x), 16).index_add(0, b, sent)
         return self.out(self.norm(found).relu())
-
-
-class Points(nn.Module):
-    """Interpolates the features of points by their distances, as in a point cloud network."""
-
-    def __init__(self):
-        super().__init__()
-        self.features, self.head = nn.Linear(3, 16), nn.Linear(16, 3)
-
-    def forward(self, where, queries):
-        weights = softmax(-torch.cdist(queries, where), 1)
-        return self.head((weights @ self.features(where - 100)).tanh())
 
 
 def awd_lstm():
@@ -146,9 +115,8 @@ ZOO = {
     "t5": partial(of_transformers, "T5", "ForConditionalGeneration", T5, **PADDED, labels=WORDS),
     "whisper": partial(of_transformers, "Whisper", "ForConditionalGeneration", WHISPER,
                        input_features=torch.randn(2, 8, 32), labels=WORDS),
-    "diffusion": lambda: (Diffusion(), (*images(), torch.tensor([999.3986, 833.0])), {}),
+    "diffusion": lambda: (UNet(), (*images(), torch.tensor([999.3986, 833.0])), {}),
     "graph": lambda: (Graph(), (torch.randn(10, 8), torch.randint(10, (2, 40))), {}),
-    "points": lambda: (Points(), (100 + torch.randn(20, 3), 100 + torch.randn(9, 3)), {}),
     "awd_lstm": awd_lstm,
     "fastai_unet": unet,
     "fastai_tabular": tabular,

@@ -28,7 +28,6 @@ flats = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 both = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 WAYS = [("bf16", False, "loop"), ("bf16", True, "callback")]
 WAYS += [("fp16", True, "loop"), ("fp16", False, "callback")]
-ways = pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0]}-{'flat' * w[1]}-{w[2]}")
 
 
 def net():
@@ -48,45 +47,30 @@ def step(model, opt, x=X):
     opt.step()
 
 
-# What changes nothing, and what is written by hand
-
-
-def learner(model, n, momentum=0.0, **kwargs):
+def learner(model, n, **kwargs):
     """Return a learner whose epoch is `n` times the same batch."""
     dls = make_dls(X.repeat(n + 1, 1), Y.repeat(n + 1), n_valid=64, bs=64)
-    opt = torch_optimizer(torch.optim.SGD, momentum=momentum)
+    opt = torch_optimizer(torch.optim.SGD, momentum=0.9)
     return make_learner(opt, model, dls=dls, **kwargs)
 
 
-def train(way=None, after=lambda model: None, n=60):
-    """Train, in float32 without a `way`; `after` follows each step. Return the last weights."""
-    (dtype, flat, how), lr, model = way or (None, False, ""), 1e-3, net()
+def train(way, after=lambda model: None, n=12, lr=1e-3):
+    """Train; `after` follows each step. Return the last weights and buffers."""
+    (dtype, flat, how), model, scale = way, net(), 128.0
     if how == "callback":
-        scale = dict(loss_scale=128.0) if dtype == "fp16" else {}
-        learn = learner(model, n, 0.9, cbs=Do("after_batch", lambda learn: after(learn.model)))
+        learn = learner(model, n, cbs=Do("after_batch", lambda learn: after(learn.model)))
+        scale = dict(loss_scale=scale) if dtype == "fp16" else {}
         getattr(learn, f"to_{dtype}")(flat_master=flat, **scale).fit(1, lr, wd=0.0)
-        return vector(model)
+        return dict(model.state_dict())
     opt = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
-    if dtype is not None:
-        with_masters(model, opt, dtype=dtype, flat_master=flat)
-    scaler = LossScaler(128.0, enabled=dtype == "fp16")
+    with_masters(model, opt, dtype=dtype, flat_master=flat)
+    scaler = LossScaler(scale, enabled=dtype == "fp16")
     for _ in range(n):
         opt.zero_grad()
         scaler.scale(cross_entropy(model(X), Y)).backward()
         scaler.step(opt), scaler.update()
         after(model)
-    return vector(model)
-
-
-def vector(model):
-    """Return the weights that a file would hold, as one vector."""
-    kept = dict(model.named_parameters()).keys()
-    return torch.cat([w.flatten() for k, w in model.state_dict().items() if k in kept])
-
-
-def error(found, want):
-    """Return the error of a movement from the first weights."""
-    return ((found - want).norm() / (want - vector(net())).norm()).item()
+    return dict(model.state_dict())
 
 
 def look(model):
@@ -102,6 +86,11 @@ def look(model):
     model.double().float().to(torch.float32)
 
 
+@pytest.mark.parametrize("way", WAYS, ids=lambda w: f"{w[0]}-{'flat' * w[1]}-{w[2]}")
+def test_what_is_swapped_in_and_out_loses_no_bit(way):
+    assert_same(train(way, look), train(way))
+
+
 def drift(model):
     for p in model.parameters():
         p.data.add_(torch.linspace(-1e-4, 1e-4, p.numel()).view_as(p))
@@ -109,19 +98,8 @@ def drift(model):
         model[0].weight.div_(model[0].weight.norm(dim=1, keepdim=True) ** 0.01)
 
 
-@ways
-def test_what_is_swapped_in_and_out_loses_no_bit(way):
-    assert_same(train(way, look, n=12), train(way, n=12))
-
-
-@ways
-def test_weights_that_are_changed_by_hand(way):
-    want = train(None, drift)
-    assert error(train(way, drift), want) < 0.05
-    assert error(train(None), want) > 0.1  # the change matters
-
-
 WRITES = {
+    "drift": drift,
     "view": lambda model: model[0].weight.detach().view(-1)[3:7].fill_(0.5),
     "transpose": lambda model: setattr(model[0].weight, "data", model[0].weight.data.t()),
     "cut": lambda model: [setattr(p, "data", p.data[:1]) for p in model[1].parameters()],
@@ -161,24 +139,6 @@ def test_memory_that_is_shared_stays_shared(when, flat):
     assert_same(dict(kept), dict(model.state_dict()))  # what another process sees
     kept["0.weight"].fill_(0.5)
     assert (model[0].weight == 0.5).all()
-
-
-@flats
-@both
-def test_a_gradient_that_is_assigned(dtype, flat):
-    model, opt = mixed(dtype=dtype, flat_master=flat)
-    scaler = LossScaler(8.0, enabled=dtype == "fp16")
-    scaler.scale(model(X).mean()).backward(), scaler.unscale_(opt)
-    before = {k: p.detach().clone() for k, p in model.named_parameters()}
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    scaler.step(opt)
-    before["0.weight"] -= 0.1
-    assert_same({k: p.detach() for k, p in model.named_parameters()}, before)
-
-
-# Which objects, dtypes and methods there are
 
 
 @flats
@@ -234,13 +194,10 @@ def test_16_bit_weights_are_widened_with_one_warning_and_frozen_ones_stay(flat, 
 class PackedWeight(nn.Parameter):
     """Two 4-bit codes a byte, as quantizing libraries keep them, with an attribute of its own."""
 
-    def __new__(cls, data=None, scales=None):
-        self = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, False)
+    def __new__(cls, data, scales=None):
+        self = torch.Tensor._make_subclass(cls, data, False)
         self.scales = scales
         return self
-
-    def __deepcopy__(self, memo):
-        return type(self)(self.data.clone(), self.scales.clone())
 
 
 @flats
@@ -264,9 +221,6 @@ def test_packed_weights_and_buffers_keep_their_bits(dtype, flat):
     step(model, opt)
     for found in (model, copy.deepcopy(model), opt.masters.float_model()):
         assert_same(kept(found), before)
-
-
-# Errors
 
 
 @pytest.mark.parametrize("owner, name, flat", [
@@ -293,9 +247,10 @@ def test_out_of_memory_in_with_masters_leaves_a_float32_model(owner, name, flat,
 def test_another_learner_trains_the_float32_weights_and_gets_no_masters():
     full, half = net(), net()
     learner(half, 3).to_bf16().create_opt()
-    others = [learner(m, 3) for m in (full, half)]
+    others, first = [learner(m, 3) for m in (full, half)], net()[0].weight
     [other.fit(1, 1e-5, wd=0) for other in others]
-    assert error(vector(half), vector(full)) < 0.05
+    found, want = (model[0].weight - first for model in (half, full))
+    assert (found - want).norm() < 0.05 * want.norm()
     with pytest.raises(MixedPrecisionError, match="already has masters"):
         others[1].to_fp16()
 
@@ -313,9 +268,6 @@ def test_a_file_with_a_broken_loss_scale_changes_nothing():
     assert_same(opt_state(learn), before)
 
 
-# Calls grow with the number of parameters
-
-
 def n_calls(n, is_mixed, flat):
     """Return the calls of a step of `n` parameters, of which each has an optimizer or all one."""
     model, found = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(n)]), []
@@ -323,14 +275,14 @@ def n_calls(n, is_mixed, flat):
     opts = [torch.optim.SGD(ps, 0.1) for ps in groups]
     if is_mixed:
         with_masters(model, *opts, dtype="bf16", flat_master=flat)
-    for count in (lambda *_: None, lambda frame, event, arg: found.append("call" in event)):
-        gc.collect(), gc.disable()  # no finalizers of other tests
-        sys.setprofile(count)
+    for _ in range(2):
+        found.clear(), gc.collect(), gc.disable()  # no finalizers of other tests
+        sys.setprofile(lambda frame, event, arg: found.append(1) if "call" in event else None)
         model(torch.ones(1, 2)).sum().backward()
         [(opt.step(), opt.zero_grad()) for opt in opts]
         sys.setprofile(None)
         gc.enable()
-    return sum(found)
+    return len(found)
 
 
 @flats
