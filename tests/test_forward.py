@@ -89,8 +89,9 @@ def test_arguments_and_outputs_keep_their_types_and_targets_inside_are_not_round
     output, losses, text = model(X, labels, mask=mask)
     assert all(a is b for a, b in zip(model.seen, (X, labels, mask), strict=True))
     assert type(output) is Output and output.cache is X and text == "text"
-    assert output.logits.dtype == FULL and output.logits.isfinite().all()
-    assert_same(losses["loss"][1:], [F.mse_loss(losses["loss"][0], labels), None])
+    y, *others = losses["loss"]
+    assert y.dtype == output.logits.dtype == FULL and output.logits.isfinite().all()
+    assert_same(others, [F.mse_loss(y, labels), None])
     half(model, dtype, autocast=False)(X, labels, mask=mask)
     assert [t.dtype for t in model.seen] == [dtype] * 3
 
