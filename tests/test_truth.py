@@ -159,8 +159,8 @@ def test_parameters_are_the_users_objects_and_float32(dtype, make, flat):
         views = [vector.view(vector.full, p) for p in before]
         assert all(map(torch.equal, views, before))
         assert [v.data_ptr() for v in views] == [p.data_ptr() for p in before]
-    opt.masters.restore()
-    assert all(map(operator.is_, model.parameters(), before))
+    for m in (opt.masters.float_model(), opt.masters.restore()):
+        assert forward.forward_of(m) is None and all(map(operator.is_, m.parameters(), before))
     assert {p.dtype for p in before} == {torch.float32}
 
 
