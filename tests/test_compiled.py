@@ -4,8 +4,8 @@ import copy
 import warnings
 
 import pytest
-import tiny
 import torch
+from tiny import make_learner
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -14,7 +14,14 @@ from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
 
-LAYOUTS = {"a master each": {}, "flat": dict(flat_master=True)}
+COMPILED = {
+    "not": lambda o: o,
+    "around": lambda o: torch.compile(o, backend="aot_eager"),
+    "in place": lambda model: model.compile(backend="aot_eager") or model,
+}
+hows = pytest.mark.parametrize("how", ["around", "in place"])
+flats = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+both = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 
 
 class Net(nn.Module):
@@ -22,6 +29,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
         self.linear = nn.Linear(8, 4)
 
@@ -29,47 +37,33 @@ class Net(nn.Module):
         return self.linear(self.norm(self.conv(x)).relu().mean((2, 3)))
 
 
-def make_model():
-    torch.manual_seed(0)
-    return Net()
-
-
-def compiled_around(model):
-    return torch.compile(model, backend="aot_eager")
-
-
-def compiled_in_place(model):
-    model.compile(backend="aot_eager")
-    return model
-
-
-def not_compiled(model):
-    return model
-
-
 class Run:
     """A loop of training, accumulation and evaluation, whose graphs are counted."""
 
-    def __init__(self, compile_, settings=None, dtype="bf16", first=False):
+    def __init__(self, how, flat=None, dtype="bf16", is_first=False):
         torch._dynamo.reset()
         counters.clear()
-        self.model, self.is_plain = make_model(), settings is None
+        self.model, self.autocasts = Net(), flat is None
         self.opt = torch.optim.AdamW(self.model.parameters(), 1e-3)
-        self.call = compile_(self.model) if first else None
-        if not self.is_plain:
-            given = self.model if self.call is None else self.call
-            found, _ = with_masters(given, self.opt, dtype=dtype, **settings)
-            assert found is given
-        self.call = compile_(self.model) if self.call is None else self.call
-        enabled = dtype == "fp16" and not self.is_plain
-        self.scaler, self.losses = LossScaler("cpu", 2.0**10, enabled=enabled), []
+        self.call = COMPILED[how](self.model) if is_first else self.model
+        if flat is not None:
+            found, _ = with_masters(self.call, self.opt, dtype=dtype, flat_master=flat)
+            assert found is self.call
+        if not is_first:
+            self.call = COMPILED[how](self.model)
+        is_scaled = dtype == "fp16" and flat is not None
+        self.scaler, self.losses = LossScaler("cpu", 2.0**10, enabled=is_scaled), []
 
-    def backward(self, i):
-        x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i))
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_plain):
+    def loss(self, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocasts):
             loss = self.call(x).float().square().mean()
-        self.scaler.scale(loss).backward()
         self.losses.append(loss.item())
+        return loss
+
+    def backward(self, *batches):
+        for i in batches:
+            x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i))
+            self.scaler.scale(self.loss(x)).backward()
 
     def step(self, set_to_none=True):
         self.scaler.step(self.opt)
@@ -78,8 +72,8 @@ class Run:
 
     def evaluate(self):
         self.model.eval()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.is_plain):
-            self.losses.append(self.call(torch.ones(4, 3, 8, 8)).sum().item())
+        with torch.no_grad():
+            self.loss(torch.ones(4, 3, 8, 8))
         self.model.train()
 
     def train(self):
@@ -87,8 +81,7 @@ class Run:
         self.evaluate()
         self.backward(0)
         self.step()
-        self.backward(1)
-        self.backward(2)
+        self.backward(1, 2)
         self.evaluate()
         self.step(set_to_none=False)
         self.backward(3)
@@ -100,50 +93,45 @@ class Run:
         return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("compile_", [compiled_around, compiled_in_place])
-def test_there_are_as_many_graphs_as_under_autocast_and_the_same_bits(compile_, dtype, layout):
-    Run(compile_).train()
+@flats
+@both
+@hows
+def test_there_are_as_many_graphs_as_under_autocast_and_a_skip_changes_nothing(how, dtype, flat):
+    Run(how).train()
     expected = Run.count()
     assert expected[1] == 0
-    run = Run(compile_, LAYOUTS[layout], dtype).train()
+    run = Run(how, flat, dtype).train()
     assert Run.count() == expected
-    eager = Run(not_compiled, LAYOUTS[layout], dtype).train()
-    assert run.losses == pytest.approx(eager.losses, rel=2**-7)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_compiled_model_may_be_given(layout):
-    run = Run(compiled_around, LAYOUTS[layout], first=True).train()
-    assert run.count()[1] == 0
-    assert run.losses == Run(compiled_around, LAYOUTS[layout]).train().losses
-    run.opt.masters.restore()
-    assert "forward" not in vars(run.model)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_skip_changes_nothing(dtype):
-    run = Run(compiled_around, LAYOUTS["flat"], dtype).train()
     before = copy.deepcopy((run.model.state_dict(), run.opt.state_dict()))
     run.backward(4)
     run.model.conv.weight.grad[0] = float("nan")
     run.step()
     assert_same((run.model.state_dict(), run.opt.state_dict()), before)
     assert run.opt.masters.n_skipped == 1
+    eager = Run("not", flat, dtype).train()
+    assert run.losses[:-1] == pytest.approx(eager.losses, rel=2**-7)
 
 
-@pytest.mark.parametrize("compile_", [compiled_around, compiled_in_place])
-@pytest.mark.parametrize("to", ["to_bf16", "to_fp16"])
-def test_a_learner_trains_a_compiled_model(compile_, to):
+@flats
+def test_a_compiled_model_may_be_given(flat):
+    run = Run("around", flat, is_first=True).train()
+    assert run.count()[1] == 0
+    assert run.losses == Run("around", flat).train().losses
+    run.opt.masters.restore()
+    assert "forward" not in vars(run.model)
+
+
+@both
+@hows
+def test_a_learner_trains_a_compiled_model(how, dtype):
     ends = []
-    for how in (not_compiled, compile_):
+    for kind in ("not", how):
         torch._dynamo.reset()
         counters.clear()
-        learn = tiny.make_learner()
-        learn.model = how(learn.model)
-        getattr(learn, to)(flat_master=True)
-        with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
+        learn = make_learner()
+        learn.model = COMPILED[kind](learn.model)
+        getattr(learn, f"to_{dtype}")(flat_master=True)
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             learn.validate()  # compiled while no gradient is there
             torch.manual_seed(0)
@@ -160,12 +148,12 @@ def halve(params):
     return sum(p.grad.norm() for p in params)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_compiled_step_and_a_compiled_clip_do_what_they_do_uncompiled(layout):
+@flats
+def test_a_compiled_step_and_a_compiled_clip_do_what_they_do_uncompiled(flat):
     ends = []
-    for compile_ in (not_compiled, compiled_around):
-        run = Run(not_compiled, LAYOUTS[layout])
-        clip, step = compile_(halve), compile_(run.opt.step)
+    for how in ("not", "around"):
+        run = Run("not", flat)
+        clip, step = COMPILED[how](halve), COMPILED[how](run.opt.step)
         for i in range(3):
             run.backward(i)
             run.losses.append(clip(list(run.model.parameters())).item())
