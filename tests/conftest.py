@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from torch import distributed
 
 from mixedfp.nested import warn_once
 
@@ -67,6 +68,14 @@ def fixed_seeds():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def alone():
+    """A group of one process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ the weights, it compares with the same by hand.
 """
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 
 import torch
@@ -32,29 +32,27 @@ class Run:
         self.is_mixed, self.save, self.resume = kind in ("masters", "flat"), save, resume
 
     def give(self, model, *opts):
-        """The first line that changes."""
+        """Write the first line that changes."""
         if self.is_mixed:
             with_masters(model, *opts, dtype=self.dtype, flat_master=self.kind == "flat")
 
     def begin(self, model, **parts):
-        """Both lines; load what a killed run has saved of the model and the other parts."""
+        """Write both lines; load what a killed run has saved of the model and the other parts."""
         self.give(model, *(p for p in parts.values() if isinstance(p, torch.optim.Optimizer)))
         is_on = self.kind != "float32" and self.dtype == torch.float16
         scaler = LossScaler if self.is_mixed else GradScaler
         self.scaler = scaler("cpu", init_scale=1024.0, enabled=is_on)
-        self.parts, self.first = dict(parts, model=model, scaler=self.scaler), 0
-        if self.resume is not None:
-            saved = torch.load(self.resume, weights_only=True)
-            self.first = saved.pop("step")
-            for k, state in saved.items():
-                self.parts[k].load_state_dict(state)
+        self.parts = dict(parts, model=model, scaler=self.scaler)
+        saved = {"step": 0} if self.resume is None else torch.load(self.resume, weights_only=True)
+        self.first = saved.pop("step")
+        for k, state in saved.items():
+            self.parts[k].load_state_dict(state)
 
     def steps(self, n):
         """Yield the numbers of the steps, then save."""
         n = n if self.n_steps is None else self.n_steps
-        is_on = self.kind == "autocast"
         for step in range(self.first, n):
-            with torch.autocast("cpu", self.dtype, is_on, cache_enabled=False):
+            with torch.autocast("cpu", self.dtype, self.kind == "autocast", cache_enabled=False):
                 yield step
         if self.save is not None:
             states = {k: v.state_dict() for k, v in self.parts.items()}
@@ -100,37 +98,32 @@ class ByHand:
         assert_close([p.detach().double() for p in params], self.averages, rtol=0, atol=1e-6)
 
 
-# --- a GPT: accumulation, a cosine schedule, weight decay for matrices only ---
-
-
 class Block(nn.Module):
-    def __init__(self, n, heads):
+    def __init__(self, n):
         super().__init__()
-        self.heads, self.ln1, self.ln2 = heads, nn.LayerNorm(n), nn.LayerNorm(n)
+        self.ln1, self.ln2 = nn.LayerNorm(n), nn.LayerNorm(n)
         self.qkv, self.proj = nn.Linear(n, 3 * n), nn.Linear(n, n)
         self.mlp = nn.Sequential(nn.Linear(n, 4 * n), nn.GELU(), nn.Linear(4 * n, n))
 
     def forward(self, x):
         b, t, n = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, 2, -1).permute(2, 0, 3, 1, 4)  # two heads
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, n))
         return x + self.mlp(self.ln2(x))
 
 
 class GPT(nn.Module):
-    def __init__(self, vocab=16, n=16, heads=2, layers=2, length=8):
+    def __init__(self, vocab=16, n=16, length=8):
         super().__init__()
         self.words, self.places = nn.Embedding(vocab, n), nn.Embedding(length, n)
-        self.blocks = nn.ModuleList(Block(n, heads) for _ in range(layers))
-        self.ln, self.head = nn.LayerNorm(n), nn.Linear(n, vocab, bias=False)
+        self.blocks, self.ln = nn.Sequential(Block(n), Block(n)), nn.LayerNorm(n)
+        self.head = nn.Linear(n, vocab, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, ids, targets=None):
         x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.ln(x))
+        logits = self.head(self.ln(self.blocks(x)))
         if targets is None:
             return logits
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -138,14 +131,15 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def generate(self, ids, n):
         """The words after `ids`, each the most probable one, and the last logits."""
-        ids = F.pad(ids, (0, n))
-        for t in range(ids.shape[1] - n, ids.shape[1]):
+        start, ids = ids.shape[1], F.pad(ids, (0, n))
+        for t in range(start, start + n):
             logits = self(ids)
             ids[:, t] = logits[:, t - 1].argmax(-1)
         return ids, logits
 
 
-def gpt(run, accumulate=2):
+def gpt(run):
+    """A GPT: accumulation, a cosine schedule, weight decay for matrices only."""
     model = GPT()
     decay, rest = ([p for p in model.parameters() if (p.ndim > 1) == is_2d] for is_2d in (1, 0))
     groups = [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
@@ -160,9 +154,9 @@ def gpt(run, accumulate=2):
         return ids[:, :-1], ids[:, 1:]
 
     for step in run.steps(40):
-        for micro in range(accumulate):
-            _, loss = model(*batch(step * accumulate + micro))
-            run.scaler.scale(loss / accumulate).backward()
+        for i in range(2 * step, 2 * step + 2):
+            _, loss = model(*batch(i))
+            run.scaler.scale(loss / 2).backward()
         run.scaler.unscale_(opt)
         clip_grad_norm_(model.parameters(), 1.0)
         run.scaler.step(opt)
@@ -179,20 +173,17 @@ def gpt(run, accumulate=2):
 def images(step):
     """Eight images of 8 x 8 pixels with a bright quarter, whose number is the class."""
     x, y = noise(step, 8, 3, 8, 8), integers(step, 4, 8)
-    for i, k in enumerate(y):
-        x[i, :, 4 * (k // 2) : 4 * (k // 2) + 4, 4 * (k % 2) : 4 * (k % 2) + 4] += 1
+    x.view(8, 3, 2, 4, 2, 4)[torch.arange(8), :, y // 2, :, y % 2] += 1
     return x, y
 
 
-# --- a DCGAN: two networks, two optimizers, three backward passes a step ---
-
-
 def gan(run):
+    """A DCGAN: two networks, two optimizers, three backward passes a step."""
     deconv = nn.ConvTranspose2d(8, 3, 4, 2, 1)
-    generator = nn.Sequential(nn.Linear(4, 128), nn.Unflatten(1, (8, 4, 4)), nn.BatchNorm2d(8))
-    generator.extend([nn.ReLU(), deconv, nn.Tanh()])
-    critic = nn.Sequential(nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Flatten())
-    critic.append(nn.Linear(128, 1))
+    start = nn.Linear(4, 128), nn.Unflatten(1, (8, 4, 4)), nn.BatchNorm2d(8), nn.ReLU()
+    generator = nn.Sequential(*start, deconv, nn.Tanh())
+    conv = nn.Conv2d(3, 8, 4, 2, 1)
+    critic = nn.Sequential(conv, nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1))
     opt_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
     opt_d = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.999))
     both = nn.ModuleDict(dict(generator=generator, critic=critic))
@@ -211,9 +202,6 @@ def gan(run):
         scaler.update()
     x = images(10**6)[0].tanh()
     return both, lambda m: criterion(m["critic"](x), torch.ones(8, 1))
-
-
-# --- a VAE, as in PyTorch's examples, whose parts are also called from outside ---
 
 
 class VAE(nn.Module):
@@ -235,6 +223,7 @@ class VAE(nn.Module):
 
 
 def vae(run):
+    """A VAE, as in PyTorch's examples, whose parts are also called from outside."""
     model = VAE()
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     run.begin(model, opt=opt)
@@ -248,8 +237,7 @@ def vae(run):
 
     def forward(x, eps):
         with computing(model) if run.is_mixed else nullcontext():
-            mu, logvar = model.encode(x)
-            return model.decode(mu + eps * torch.exp(0.5 * logvar)), mu, logvar
+            return VAE.forward(model, x, eps)  # not `model.forward`: the parts, one by one
 
     for step in run.steps(60):
         run.descend(opt, loss_of(model, step, forward if step % 2 else None))
@@ -258,9 +246,6 @@ def vae(run):
     z = noise(0, 8, 4)
     assert_same(model.decode(z), deepcopy(model).decode(z))  # in float32
     return model, lambda m: loss_of(m, 10**6)
-
-
-# --- a word language model: truncated BPTT, clipping, a learning rate that falls ---
 
 
 class RNN(nn.Module):
@@ -276,6 +261,7 @@ class RNN(nn.Module):
 
 
 def word_lm(run, bptt=6):
+    """A word language model: truncated BPTT, clipping, a learning rate that falls."""
     model, state = RNN(), nn.Module()
     state.hidden = nn.Buffer(torch.zeros(2, 4, 16))
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -293,35 +279,23 @@ def word_lm(run, bptt=6):
     return model, lambda m: F.cross_entropy(m(ids[:-1], zero)[0], ids[1:].flatten())
 
 
-# --- diffusion: timesteps, a U-Net with time embedding, evaluated with averaged weights ---
-
-
-class EMA:
+class EMA(nn.ParameterList):
     """As diffusers' EMAModel."""
-
-    def __init__(self, params, decay=0.9):
-        self.decay, self.shadow = decay, [p.clone().detach() for p in params]
 
     @torch.no_grad()
     def step(self, params):
-        for s, p in zip(self.shadow, params, strict=True):
-            s.sub_((1 - self.decay) * (s - p))
+        for s, p in zip(self, params, strict=True):
+            s.sub_(0.1 * (s - p))
 
     def store(self, params):
         self.stored = [p.detach().clone() for p in params]
 
     def copy_to(self, params, source=None):
-        for s, p in zip(source or self.shadow, params, strict=True):
+        for s, p in zip(source or self, params, strict=True):
             p.data.copy_(s.data)
 
     def restore(self, params):
         self.copy_to(params, self.stored)
-
-    def state_dict(self):
-        return {"shadow": self.shadow}
-
-    def load_state_dict(self, state):
-        self.shadow = [s.clone() for s in state["shadow"]]
 
 
 class UNet(nn.Module):
@@ -341,11 +315,12 @@ class UNet(nn.Module):
 
 
 def diffusion(run):
+    """Diffusion: timesteps, a U-Net with time embedding, an average swapped in for evaluation."""
     model = UNet()
-    ema = EMA(model.parameters())
+    ema = EMA(p.detach().clone() for p in model.parameters())
     opt = torch.optim.AdamW(model.parameters(), lr=5e-3)
     run.begin(model, opt=opt, ema=ema)
-    by_hand = ByHand(ema.shadow)
+    by_hand = ByHand(ema)
     alpha = torch.cumprod(1 - torch.linspace(1e-4, 0.2, 20), 0)
 
     def loss_of(m, step):
@@ -367,11 +342,8 @@ def diffusion(run):
                 assert_same(loss_of(model, 0), loss_of(averaged, 0))
             ema.restore(model.parameters())
             assert_same(dict(model.state_dict()), dict(before))
-    by_hand.check(ema.shadow)
+    by_hand.check(ema)
     return model, lambda m: loss_of(m, 10**6)
-
-
-# --- segmentation: cross-entropy and Dice, a polynomial learning rate, an auxiliary head ---
 
 
 def conv(i, o, stride=1):
@@ -391,6 +363,7 @@ class FCN(nn.Module):
 
 
 def segmentation(run):
+    """Segmentation: cross-entropy and Dice, a cosine schedule, an auxiliary head."""
     model = FCN()
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = CosineAnnealingLR(opt, 41)
@@ -411,13 +384,8 @@ def segmentation(run):
     return model, lambda m: loss_of(m.eval(), 10**6)
 
 
-# --- a mean teacher, whose momentum update is in the forward pass as MoCo's, under DDP ---
-
-
-def mlp(*sizes):
-    pairs = zip(sizes, sizes[1:], strict=False)
-    layers = [layer for i, o in pairs for layer in (nn.Linear(i, o), nn.ReLU())]
-    return nn.Sequential(nn.Flatten(), *layers[:-1])
+def mlp(i, hidden, o):
+    return nn.Sequential(nn.Flatten(), nn.Linear(i, hidden), nn.ReLU(), nn.Linear(hidden, o))
 
 
 class MeanTeacher(nn.Module):
@@ -439,42 +407,28 @@ class MeanTeacher(nn.Module):
         return self.student(x + eps), target
 
 
-@contextmanager
-def processes():
-    """Those of a test, or this one alone."""
-    if is_alone := not distributed.is_initialized():
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield distributed.get_rank()
-    finally:
-        if is_alone:
-            distributed.destroy_process_group()
-
-
 def teacher(run):
+    """A mean teacher, whose momentum update is in the forward pass as MoCo's, under DDP."""
     model = MeanTeacher()
     opt = torch.optim.SGD(model.student.parameters(), 0.05, momentum=0.9)
     run.begin(model, opt=opt)
     by_hand = ByHand(model.teacher.parameters())
-    with processes() as rank:
-        ddp = DistributedDataParallel(model)
-        for step in run.steps(40):
-            by_hand.add(model.student.parameters(), 0.1)
-            x, y = images(2 * step + rank)
-            out, target = ddp(x, noise(step, *x.shape))
-            consistency = F.mse_loss(out.float().softmax(1), target.float().softmax(1))
-            run.descend(opt, F.cross_entropy(out.float(), y) + consistency)
-            with torch.no_grad():  # it was updated before it was called
-                assert_same(model(x, x)[1], target)
+    ddp = DistributedDataParallel(model)
+    for step in run.steps(40):
+        by_hand.add(model.student.parameters(), 0.1)
+        x, y = images(2 * step + distributed.get_rank())
+        out, target = ddp(x, noise(step, *x.shape))
+        consistency = F.mse_loss(out.float().softmax(1), target.float().softmax(1))
+        run.descend(opt, F.cross_entropy(out.float(), y) + consistency)
+        with torch.no_grad():  # it was updated before it was called
+            assert_same(model(x, x)[1], target)
     by_hand.check(model.teacher.parameters())
     x, y = images(10**6)
     return model, lambda m: F.cross_entropy(m.teacher(x), y)
 
 
-# --- a DQN: a target network with soft updates, replaced by the other one at times ---
-
-
 def dqn(run):
+    """A DQN: a target network with soft updates, replaced by the other one at times."""
     model = mlp(4, 32, 2)
     target = deepcopy(model).requires_grad_(False)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
@@ -501,15 +455,13 @@ def dqn(run):
     return model, lambda m: td_error(m, 10**6)
 
 
-# --- a lottery ticket: the smallest weights are pruned, the others set back to early ones ---
-
-
 def cross_entropy_of(model, step, sign=1):
     x, y = images(step)
     return F.cross_entropy(model(sign * x).float(), y)
 
 
 def lottery(run):
+    """A lottery ticket: the smallest weights are pruned, the others set back to early ones."""
     model = mlp(192, 32, 4)
     early, layers = deepcopy(model), (1, 3)
     opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
@@ -534,10 +486,8 @@ def lottery(run):
     return model, lambda m: cross_entropy_of(m, 10**6)
 
 
-# --- elastic weight consolidation: a second task, with a penalty on the way from the first ---
-
-
 def ewc(run):
+    """Elastic weight consolidation: a second task, with a penalty on the way from the first."""
     model = mlp(192, 32, 4)
     anchor, fisher = deepcopy(model), deepcopy(model)
     for f in fisher.parameters():
@@ -563,11 +513,11 @@ def ewc(run):
     return model, lambda m: cross_entropy_of(m, 10**6, -1)
 
 
-# --- Hogwild: processes without a lock, whose optimizers step weights in shared memory ---
-
-
 def hogwild(run, model, steps, rank=None, in_turns=True):
-    """Train in one of two processes; or, without a rank, do the work of both in turns."""
+    """Hogwild: optimizers in processes without a lock step weights in shared memory.
+
+    Without a rank, one process does the work of both in turns.
+    """
     opt = torch.optim.SGD(model.parameters(), 0.05)
     run.begin(model, opt=opt)
     for step in run.steps(steps):

@@ -14,6 +14,7 @@ from mixedfp.testing import assert_same
 SEEDS = range(3)
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 SCRIPT = pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
+pytestmark = pytest.mark.usefixtures("alone")
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD
@@ -134,14 +134,6 @@ def test_a_tensor_that_shares_its_storage_is_known():
     del other
     assert not private.is_shared(p)
     assert private.is_shared(nn.Linear(2, 2).share_memory().weight)
-
-
-@pytest.fixture
-def alone():
-    """Join a group of one process."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def test_a_sharded_module_has_a_policy(alone):
