@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_report import Apply, Block, TimesBackward
-from tiny import Callback, bits, make_learner
+from test_report import Apply, Block, TimesBackward, rows, settings_of, times
+from tiny import Do, bits, conv_net, make_learner
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,8 +58,7 @@ def batch(n=16):
 
 def is_fixed(model, fix):
     """Compute a batch with what `fix` sets: whether all gradients are finite."""
-    names = dict(to_fp16=dict, to_bf16=lambda **k: dict(k, dtype="bf16"))
-    settings, (x, y) = dict(dtype="fp16") | eval(fix, names), batch()
+    settings, (x, y) = dict(dtype="fp16") | settings_of(fix), batch()
     scale = settings.pop("loss_scale", 1.0)
     model, _ = with_masters(model, torch.optim.SGD(model.parameters(), 0.1), **settings)
     (loss_func(model(x), y) * scale).backward()
@@ -109,28 +108,25 @@ def test_an_input_or_the_loss(name):
     assert found.fix == ("to_bf16()" if name == "large" else "")
 
 
-def test_a_negative_overflow_that_is_subtracted_is_named_and_not_the_nan():
-    """-inf alone may be a mask; once it has made a nan, it was none."""
-
-    class Low(nn.Linear):
-        def forward(self, x):
-            low = super().forward(x) * 0 - 60000
-            low = low + low
-            return low.reciprocal() * 0 + (low - low)
-
-    found = find_overflow(nn.Sequential(Low(16, 2)), batch(), loss_func)
-    assert (found.module, found.operation) == ("0", "add") and "beyond" in found.cause
+def low(self, x):
+    low = self.a(x) * 0 - 60000
+    low = low + low  # -inf, which alone may be a mask
+    return low.reciprocal() * 0 + (low - low)  # it was none: it makes a nan
 
 
-def test_new_memory_that_holds_anything_is_not_blamed():
+def high(self, x):
+    return FAULTS["value"](self.a(x))
+
+
+@pytest.mark.parametrize("f, operation", [(low, "add"), (high, "pow")])
+def test_the_first_overflow_is_named_and_neither_a_later_nan_nor_new_memory(f, operation):
     """PyTorch fills it with nan here; the 16-bit copies are written into such memory."""
     torch.use_deterministic_algorithms(True)
     try:
-        model = Block(lambda self, x: FAULTS["value"](self.a(x)))
-        found = find_overflow(model, batch(4), F.cross_entropy)
+        found = find_overflow(Block(f), batch(4), F.cross_entropy)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert (found.module, found.operation) == ("", "pow") and "beyond" in found.cause
+    assert (found.module, found.operation) == ("", operation) and "beyond" in found.cause
 
 
 class Two(nn.Module):
@@ -161,15 +157,17 @@ def test_a_batch_has_one_form_in_both_searches():
             search(model, given, F.cross_entropy)
 
 
-def test_a_model_that_keeps_the_module_in_32_bits_is_healthy():
-    model = Net("middle", "value")
-    found = find_overflow(model, batch(), loss_func)
-    assert found.fix == "to_fp16(keep_fp32=['middle'])"
+def test_a_model_that_keeps_a_module_in_32_bits_is_taken_as_it_is():
+    model, fix = Net("middle", "value"), "to_fp16(keep_fp32=['middle'])"
+    assert find_overflow(model, batch(), loss_func).fix == fix
     opt = torch.optim.SGD(model.parameters(), 0.1)
     kept, _ = with_masters(model, opt, dtype="fp16", keep_fp32=["middle"])
     assert find_overflow(kept, batch(), loss_func) is None
-    assert find_overflow(kept, batch(), loss_func, keep_fp32=()).module == "middle"
     assert find_overflow(kept, batch(), loss_func, dtype="fp16") is None
+    assert find_overflow(kept, batch(), loss_func, keep_fp32=()).module == "middle"
+    report = precision_report(kept, [batch()], loss_func)
+    assert report.verdicts == {} and report.line == fix
+    assert precision_report(kept, [batch()], loss_func, keep_fp32=()).causes == ["middle"]
 
 
 def test_a_weight_beyond_float16_is_named_with_a_fix_that_works():
@@ -203,7 +201,7 @@ def normalized(x):
 
 def test_an_overflow_of_the_scaled_gradient_has_a_smaller_scale():
     model = nn.Sequential(nn.Linear(8, 8), Apply(normalized), nn.Linear(8, 4))
-    of_16, scale = (torch.randn(16, 8), torch.arange(16) % 4), 2.0**16
+    of_16, scale = rows(16, 8, 4), 2.0**16
     found = find_overflow(model, of_16, F.cross_entropy, scale=scale)
     assert found.phase == "backward" and found.module == "1" and found.operation
     assert "only the scaled gradient overflows" in found.cause
@@ -213,8 +211,7 @@ def test_an_overflow_of_the_scaled_gradient_has_a_smaller_scale():
 
 
 def test_a_module_whose_output_does_not_fit_is_kept_with_the_one_around_it():
-    up, down = (Apply(lambda x, factor=factor: x * factor) for factor in (2.0**20, 2.0**-20))
-    scaled = nn.Sequential(nn.Linear(2, 2), up, down)  # its own output fits
+    scaled = nn.Sequential(nn.Linear(2, 2), times(2.0**20), times(2.0**-20))  # its output fits
     model = nn.Sequential(nn.Linear(16, 2), scaled, nn.Linear(2, 2))
     found = find_overflow(model, batch(), F.cross_entropy)
     assert found.module == "1.1" and found.fix == "to_fp16(keep_fp32=['1'])"
@@ -242,27 +239,19 @@ class Huge(nn.Linear):
     def forward(self, x):
         self.n += self.training
         x = F.dropout(super().forward(x), training=self.training)
-        return (x * 0 + 300).square() * 0 + x if self.n > self.at else x
+        return FAULTS["value"](x) if self.n > self.at else x
 
 
 def with_huge(at=0, **kwargs):
-    learn = make_learner("adam")
     torch.manual_seed(0)
-    learn.model.append(Huge(2, 2))
-    learn.model[-1].at = at
-    learn.splitter = lambda m: [list(m.parameters())]
-    return learn.to_fp16(**kwargs)
+    model = conv_net().append(Huge(2, 2))
+    model[-1].at = at
+    return make_learner("adam", model).to_fp16(**kwargs)
 
 
-class Spoil(Callback):
-    """Puts inf into a gradient of batch `at` (all: None); no pass reproduces that."""
-
-    def __init__(self, at=None):
-        self.at = at
-
-    def after_backward(self):
-        if self.at in (None, self.iter):
-            self.learn.model[0].weight.grad.fill_(float("inf"))
+def spoil(learn):
+    """Put inf into a gradient; no pass reproduces that."""
+    learn.model[0].weight.grad.fill_(torch.inf)
 
 
 def test_it_costs_nothing_until_a_step_is_skipped(monkeypatch):
@@ -273,7 +262,7 @@ def test_it_costs_nothing_until_a_step_is_skipped(monkeypatch):
     learn.fit(1, 0.01)
     with pytest.raises(MixedPrecisionError, match="no step was skipped so far"):
         learn.mp_cb.find_overflow()
-    learn.fit(1, 0.01, cbs=Spoil(2))
+    learn.fit(1, 0.01, cbs=Do("after_backward", spoil, at=2))
     assert calls == []
     learn.find_overflow()
     assert calls == [6]
@@ -299,4 +288,4 @@ def test_the_error_after_too_many_skips_names_the_module_or_says_that_nothing_is
     with pytest.raises(MixedPrecisionError, match="(?s)in a row were skipped.*forward.*11 .Huge"):
         with_huge(max_skips=3).fit(1, 0.01)
     with pytest.raises(MixedPrecisionError, match="Not reproduced"):
-        make_learner().to_fp16(max_skips=2).fit(1, 0.01, cbs=Spoil())
+        make_learner().to_fp16(max_skips=2).fit(1, 0.01, cbs=Do("after_backward", spoil))
