@@ -22,9 +22,8 @@ from mixedfp.testing import assert_same
 
 PACKAGE = Path(private.__file__).parent
 # attributes that have no function, and special names of the language and of pickle
-KNOWN = set(
-    "_python_dispatch _subclasses _version _parameters _buffers _modules _asdict _replace".split()
-)
+KNOWN = {*"_python_dispatch _subclasses _version _parameters _buffers _modules".split()}
+KNOWN |= {"_asdict", "_replace"}
 
 
 def test_the_compiler_is_seen_and_left():
@@ -68,20 +67,18 @@ def test_hooks_of_saved_tensors_are_seen():
 
 
 def test_operations_take_lists_and_a_scale_grows_and_backs_off():
-    grads, found_inf = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(())
-    private.unscale_each_(grads, torch.tensor(0.5), found_inf)
-    assert found_inf == 0
+    grads, half = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.tensor(0.5)
+    found_inf, scale, growth = torch.zeros(()), torch.tensor(8.0), torch.tensor(1).int()
+    private.unscale_each_(grads, half, found_inf)
     assert_same(private.norm_of_each(grads, 1.0), [torch.tensor(3.0), torch.tensor(3.0)])
     assert private.norm_of_each([torch.empty(0)], math.inf) == []  # PyTorch raises an error
     nothing = [torch.empty(0, dtype=torch.bfloat16)]
     assert_same(private.norm_of_each(nothing + grads, math.inf)[-1], torch.tensor(3.0))
-    private.unscale_each_([torch.tensor([torch.inf])], torch.tensor(0.5), found_inf)
-    assert found_inf == 1
-    scale, growth = torch.tensor(8.0), torch.tensor(1, dtype=torch.int32)
-    private.update_scale_(scale, growth, torch.tensor(0.0), 2.0, 0.5, 2)
-    assert (scale, growth) == (16.0, 0)
-    private.update_scale_(scale, growth, torch.tensor(1.0), 2.0, 0.5, 2)
-    assert (scale, growth) == (8.0, 0)
+    private.update_scale_(scale, growth, found_inf, 2.0, 0.5, 2)
+    assert (found_inf, scale, growth) == (0, 16.0, 0)
+    private.unscale_each_([torch.tensor([torch.inf])], half, found_inf)
+    private.update_scale_(scale, growth, found_inf, 2.0, 0.5, 2)
+    assert (found_inf, scale, growth) == (1, 8.0, 0)
 
 
 def test_a_modules_own_tensors_are_changed():
@@ -148,13 +145,7 @@ def test_fastai_sends_the_order_of_the_samples_by_one_method():
 
 
 def test_private_names_are_used_in_one_module():
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        if path.name in ("torch_private.py", "_modidx.py"):
-            continue
-        text = path.read_text(encoding="utf-8")
-        names = set(re.findall(r"\b(?:torch|nn|distributed|F)(?:\.\w+)*\.(_[a-z]\w*)", text))
-        names -= {name for name in names if name.startswith("_foreach")} | KNOWN
-        if names:
-            found[path.name] = names
-    assert not found
+    private_name = re.compile(r"\b(?:torch|nn|distributed|F)(?:\.\w+)*\.(_(?!foreach)[a-z]\w*)")
+    for path in {*PACKAGE.rglob("*.py")} - {Path(private.__file__), PACKAGE / "_modidx.py"}:
+        found = set(private_name.findall(path.read_text(encoding="utf-8")))
+        assert found <= KNOWN, path.name
