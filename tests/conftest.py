@@ -78,17 +78,6 @@ def alone():
     distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
-def cifar10_path() -> Path:
-    """The folder that holds CIFAR-10's `train` and `test`; without it the test is skipped."""
-    path = os.environ.get("CIFAR10_PATH")
-    if not path:
-        pytest.skip("CIFAR10_PATH is not set")
-    if not (Path(path) / "train").is_dir():
-        pytest.fail(f"CIFAR10_PATH={path} has no folder `train`; it names the folder that does")
-    return Path(path)
-
-
 @pytest.fixture
 def warnings_of(caplog):
     """The texts that are logged, each of them as if for the first time."""

@@ -33,12 +33,12 @@ class Counts(NamedTuple):
 
     def __sub__(self, before: "Counts") -> "Counts":
         """What has happened since `before`."""
-        return Counts(*(now - then for now, then in zip(self, before, strict=True)))
+        return Counts(self.launches - before.launches, self.waits - before.waits)
 
 
 def counts() -> Counts:
     """Count since the process began."""
-    return Counts(*(_counter(name).value for name in Counts._fields))
+    return Counts(_counter("launches").value, _counter("waits").value)
 
 
 class Allocated(NamedTuple):
@@ -69,11 +69,10 @@ def on_host(t: Tensor) -> Tensor:
     """See the same memory as the host's."""
     if t.device.type != "cuda":
         return t
-    storage = t.untyped_storage()
-    memory = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
-    )
-    seen = torch.empty(0, dtype=t.dtype, device="cpu")
+    storage, cpu = t.untyped_storage(), torch.device("cpu")
+    held = storage.data_ptr(), cpu, storage.nbytes()
+    memory = torch._C._construct_storage_from_data_pointer(*held)
+    seen = torch.empty(0, dtype=t.dtype, device=cpu)
     return seen.set_(memory, t.storage_offset(), t.shape, t.stride())
 
 
