@@ -83,19 +83,20 @@ def with_grads(model, loss):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-class ByHand:
-    """A moving average of a model's float32 weights, in float64."""
+def pairs(*models):
+    return zip(*(m.parameters() for m in models), strict=True)
 
-    def __init__(self, params):
-        self.averages = [p.detach().double() for p in params]
 
-    def add(self, params, share):
-        for average, p in zip(self.averages, params, strict=True):
-            assert p.dtype == torch.float32
-            average.lerp_(p.detach().double(), share)
+def average_by_hand(averages, model, share):
+    """Move averages in float64 towards the weights of a model."""
+    for average, p in pairs(averages, model):
+        assert p.dtype == torch.float32
+        average.data.lerp_(p.data.double(), share)
 
-    def check(self, params):
-        assert_close([p.detach().double() for p in params], self.averages, rtol=0, atol=1e-6)
+
+def check(model, averages):
+    for p, average in pairs(model, averages):
+        assert_close(p.detach().double(), average.detach(), rtol=0, atol=1e-6)
 
 
 class Block(nn.Module):
@@ -279,25 +280,6 @@ def word_lm(run, bptt=6):
     return model, lambda m: F.cross_entropy(m(ids[:-1], zero)[0], ids[1:].flatten())
 
 
-class EMA(nn.ParameterList):
-    """As diffusers' EMAModel."""
-
-    @torch.no_grad()
-    def step(self, params):
-        for s, p in zip(self, params, strict=True):
-            s.sub_(0.1 * (s - p))
-
-    def store(self, params):
-        self.stored = [p.detach().clone() for p in params]
-
-    def copy_to(self, params, source=None):
-        for s, p in zip(source or self, params, strict=True):
-            p.data.copy_(s.data)
-
-    def restore(self, params):
-        self.copy_to(params, self.stored)
-
-
 class UNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -317,43 +299,47 @@ class UNet(nn.Module):
 def diffusion(run):
     """Diffusion: timesteps, a U-Net with time embedding, an average swapped in for evaluation."""
     model = UNet()
-    ema = EMA(p.detach().clone() for p in model.parameters())
-    opt = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    ema, opt = deepcopy(model), torch.optim.AdamW(model.parameters(), lr=5e-3)
     run.begin(model, opt=opt, ema=ema)
-    by_hand = ByHand(ema)
-    alpha = torch.cumprod(1 - torch.linspace(1e-4, 0.2, 20), 0)
+    by_hand, alpha = deepcopy(ema).double(), torch.cumprod(1 - torch.linspace(1e-4, 0.2, 20), 0)
 
     def loss_of(m, step):
         x, t = images(step)[0], integers(step, 20, 8)
         eps, a = noise(step + 1, *x.shape), alpha[t].view(-1, 1, 1, 1)
         return F.mse_loss(m(a.sqrt() * x + (1 - a).sqrt() * eps, t).float(), eps)
 
+    @torch.no_grad()
+    def average():
+        for s, p in pairs(ema, model):
+            s.sub_(0.1 * (s - p))
+
+    def copy_to_model(values):
+        for p, value in zip(model.parameters(), values, strict=True):
+            p.data.copy_(value.data)
+
     for step in run.steps(60):
         run.descend(opt, loss_of(model, step), clip=1.0)
-        ema.step(model.parameters())
-        by_hand.add(model.parameters(), 0.1)
+        average()
+        average_by_hand(by_hand, model, 0.1)
         if step % 10 == 0:
-            before = deepcopy(model.state_dict())
-            ema.store(model.parameters())
-            ema.copy_to(model.parameters())
+            before = deepcopy(dict(model.state_dict()))
+            stored = [p.detach().clone() for p in model.parameters()]
+            copy_to_model(ema.parameters())
             averaged = deepcopy(model)
             run.give(averaged, torch.optim.SGD(averaged.parameters(), 0.1))
             with torch.no_grad():
                 assert_same(loss_of(model, 0), loss_of(averaged, 0))
-            ema.restore(model.parameters())
-            assert_same(dict(model.state_dict()), dict(before))
-    by_hand.check(ema)
+            copy_to_model(stored)
+            assert_same(dict(model.state_dict()), before)
+    check(ema, by_hand)
     return model, lambda m: loss_of(m, 10**6)
-
-
-def conv(i, o, stride=1):
-    return nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
 
 
 class FCN(nn.Module):
     def __init__(self):
         super().__init__()
-        self.down, self.body = conv(3, 8, 2), conv(8, 16)
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU())
+        self.body = nn.Sequential(nn.Conv2d(8, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU())
         self.head, self.aux = nn.Conv2d(16, 4, 1), nn.Conv2d(8, 4, 1)
 
     def forward(self, x):
@@ -394,14 +380,9 @@ class MeanTeacher(nn.Module):
         self.student = mlp(192, 32, 4)
         self.teacher = deepcopy(self.student).requires_grad_(False)
 
-    @torch.no_grad()
-    def momentum_update(self):
-        for k, q in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-            k.data = k.data * 0.9 + q.data * 0.1
-
     def forward(self, x, eps):
-        if torch.is_grad_enabled():
-            self.momentum_update()
+        for k, q in pairs(self.teacher, self.student) if torch.is_grad_enabled() else ():
+            k.data = k.data * 0.9 + q.data * 0.1
         with torch.no_grad():
             target = self.teacher(x)
         return self.student(x + eps), target
@@ -412,17 +393,17 @@ def teacher(run):
     model = MeanTeacher()
     opt = torch.optim.SGD(model.student.parameters(), 0.05, momentum=0.9)
     run.begin(model, opt=opt)
-    by_hand = ByHand(model.teacher.parameters())
+    by_hand = deepcopy(model.teacher).double()
     ddp = DistributedDataParallel(model)
     for step in run.steps(40):
-        by_hand.add(model.student.parameters(), 0.1)
+        average_by_hand(by_hand, model.student, 0.1)
         x, y = images(2 * step + distributed.get_rank())
         out, target = ddp(x, noise(step, *x.shape))
         consistency = F.mse_loss(out.float().softmax(1), target.float().softmax(1))
         run.descend(opt, F.cross_entropy(out.float(), y) + consistency)
         with torch.no_grad():  # it was updated before it was called
             assert_same(model(x, x)[1], target)
-    by_hand.check(model.teacher.parameters())
+    check(model.teacher, by_hand)
     x, y = images(10**6)
     return model, lambda m: F.cross_entropy(m.teacher(x), y)
 
@@ -433,7 +414,7 @@ def dqn(run):
     target = deepcopy(model).requires_grad_(False)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
     run.begin(model, opt=opt, target=target)
-    by_hand = ByHand(target.parameters())
+    by_hand = deepcopy(target).double()
 
     def td_error(m, step):
         state, action, after = noise(step, 32, 4), integers(step, 2, 32), noise(step + 1, 32, 4)
@@ -447,11 +428,11 @@ def dqn(run):
         run.descend(opt, td_error(model, step))
         if step % 20 == 5:
             target.load_state_dict(model.state_dict())
-            by_hand = ByHand(model.parameters())
-        for t, p in zip(target.parameters(), model.parameters(), strict=True):
+            by_hand = deepcopy(model).double()
+        for t, p in pairs(target, model):
             t.data.lerp_(p.data, 0.05)
-        by_hand.add(model.parameters(), 0.05)
-    by_hand.check(target.parameters())
+        average_by_hand(by_hand, model, 0.05)
+    check(target, by_hand)
     return model, lambda m: td_error(m, 10**6)
 
 
@@ -496,7 +477,7 @@ def ewc(run):
     run.begin(model, opt=opt, anchor=anchor, fisher=fisher)
 
     def penalty(m):
-        each = zip(m.parameters(), anchor.parameters(), fisher.parameters(), strict=True)
+        each = pairs(m, anchor, fisher)
         return sum((f.detach() * (p - a.detach()).square()).sum() for p, a, f in each)
 
     for step in run.steps(40):
