@@ -240,7 +240,7 @@ def vae(run):
         with computing(model) if run.is_mixed else nullcontext():
             return VAE.forward(model, x, eps)  # not `model.forward`: the parts, one by one
 
-    for step in run.steps(60):
+    for step in run.steps(40):
         run.descend(opt, loss_of(model, step, forward if step % 2 else None))
     inside, outside = (with_grads(model, loss_of(model, 0, f)) for f in (None, forward))
     assert_same(outside, inside)
@@ -317,7 +317,7 @@ def diffusion(run):
         for p, value in zip(model.parameters(), values, strict=True):
             p.data.copy_(value.data)
 
-    for step in run.steps(60):
+    for step in run.steps(40):
         run.descend(opt, loss_of(model, step), clip=1.0)
         average()
         average_by_hand(by_hand, model, 0.1)
