@@ -1,8 +1,11 @@
 """`find_overflow`: planted faults are named, with a fix that works; a healthy model has none."""
 
+from functools import partial
+
 import pytest
 import torch
-from test_report import Apply, Block, TimesBackward, rows, settings_of, times
+from fastai.layers import Lambda
+from test_report import Block, TimesBackward, rows, settings_of, times
 from tiny import Do, bits, conv_net, make_learner
 from torch import nn
 from torch.nn import functional as F
@@ -38,7 +41,7 @@ class Net(nn.Module):
         self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True)
         self.first, self.middle, self.last, self.linear = *[nn.Identity()] * 3, nn.Linear(8, 8)
         if slot is not None:
-            setattr(self, slot, Apply(FAULTS[fault]))
+            setattr(self, slot, Lambda(FAULTS[fault]))
 
     def forward(self, x):
         x = self.norm(self.first(self.embed(x))).view(-1, 4, 8)
@@ -52,8 +55,9 @@ def loss_func(pred, y):
 
 
 def batch(n=16):
-    rng = torch.Generator().manual_seed(1)
-    return torch.randn(8, n, generator=rng), torch.randint(0, 2, (8,), generator=rng)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return rows(8, n)
 
 
 def is_fixed(model, fix):
@@ -68,8 +72,7 @@ def is_fixed(model, fix):
 def test_a_healthy_model_has_none():
     assert find_overflow(Net(), batch(), loss_func, scale=512.0) is None
     sparse = nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
-    ids = torch.ones(2, 2).long(), torch.arange(2)
-    assert find_overflow(sparse, ids, F.cross_entropy) is None
+    assert find_overflow(sparse, (torch.ones(2, 2).long(), torch.arange(2)), loss_func) is None
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -77,7 +80,7 @@ def test_a_healthy_model_has_none():
 def test_a_planted_fault_is_named_with_a_fix_that_works(slot, fault):
     model, is_backward = Net(slot, fault), fault == "backward"
     found = find_overflow(model, batch(), loss_func, scale=2.0 if is_backward else 1.0)
-    assert (found.module, found.kind) == (slot, "Apply"), found
+    assert (found.module, found.kind) == (slot, "Lambda"), found
     assert found.phase == ("backward" if is_backward else "forward")
     assert found.line.startswith("test_report.py:" if is_backward else "test_overflow.py:")
     assert found.line in str(found) and slot in str(found)
@@ -129,29 +132,21 @@ def test_the_first_overflow_is_named_and_neither_a_later_nan_nor_new_memory(f, o
     assert (found.module, found.operation) == ("", operation) and "beyond" in found.cause
 
 
-class Two(nn.Module):
-    """Takes two tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.fault = nn.Linear(8, 8), nn.Linear(8, 2), Apply(FAULTS["value"])
-
-    def forward(self, x, z, labels=None):
-        pred = self.b(self.fault(self.a(x)) + self.a(z))
-        return pred if labels is None else {"loss": F.cross_entropy(pred.float(), labels)}
+def two(self, x, z, labels=None):
+    pred = self.b(high(self, x) + self.a(z))
+    return pred if labels is None else {"loss": F.cross_entropy(pred.float(), labels)}
 
 
 def test_a_batch_has_one_form_in_both_searches():
-    torch.manual_seed(0)
-    model, x, z, y = Two(), torch.randn(4, 8), torch.randn(4, 8), torch.arange(4) % 2
+    model, x, z, y = Block(two), torch.randn(4, 4), torch.randn(4, 4), torch.arange(4) % 2
     forms = [((x, z), y), (x, z, y), (dict(x=x, z=z), y)]
     found = [str(find_overflow(model, form, F.cross_entropy)) for form in forms]
-    assert "fault (Apply)" in found[0] and len(set(found)) == 1
+    assert "the whole model (Block)" in found[0] and len(set(found)) == 1
     tables = [precision_report(model, [form], F.cross_entropy).table for form in forms]
     assert all(table.equals(tables[0]) for table in tables)
     given, own_loss = dict(x=x, z=z, labels=y), lambda out: out["loss"]
-    assert find_overflow(model, given, own_loss).module == "fault"
-    assert precision_report(model, [given], own_loss).verdicts == {"fault": "keep in fp32"}
+    assert find_overflow(model, given, own_loss).operation == "pow"
+    assert precision_report(model, [given], own_loss).verdicts == {"": "keep in fp32"}
     for search in (find_overflow, lambda m, b, loss: precision_report(m, [b], loss)):
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'target'"):
             search(model, given, F.cross_entropy)
@@ -190,9 +185,6 @@ def test_a_compiled_model_is_searched_uncompiled():
     assert find_overflow(model, batch(), loss_func).module == "last"
 
 
-# The fixes
-
-
 def normalized(x):
     """Divide by a norm near 0: outputs are small, the gradient is a thousand times as large."""
     x = x * 1e-4
@@ -200,14 +192,13 @@ def normalized(x):
 
 
 def test_an_overflow_of_the_scaled_gradient_has_a_smaller_scale():
-    model = nn.Sequential(nn.Linear(8, 8), Apply(normalized), nn.Linear(8, 4))
-    of_16, scale = rows(16, 8, 4), 2.0**16
-    found = find_overflow(model, of_16, F.cross_entropy, scale=scale)
+    model = nn.Sequential(nn.Linear(8, 8), Lambda(normalized), nn.Linear(8, 4))
+    find = partial(find_overflow, model, rows(16, 8, 4), F.cross_entropy)
+    found = find(scale=2.0**16)
     assert found.phase == "backward" and found.module == "1" and found.operation
     assert "only the scaled gradient overflows" in found.cause
-    scale = eval(found.fix, dict(to_fp16=dict))["loss_scale"]
-    assert 1 <= scale < 2**16 and find_overflow(model, of_16, F.cross_entropy, scale=scale) is None
-    assert find_overflow(model, of_16, F.cross_entropy, scale=4 * scale) is not None
+    scale = settings_of(found.fix)["loss_scale"]
+    assert 1 <= scale < 2**16 and find(scale=scale) is None and find(scale=4 * scale) is not None
 
 
 def test_a_module_whose_output_does_not_fit_is_kept_with_the_one_around_it():
@@ -222,13 +213,10 @@ def test_a_module_whose_output_does_not_fit_is_kept_with_the_one_around_it():
 
 
 def test_a_constant_that_pytorch_refuses_is_found():
-    masked = Apply(lambda x: x.masked_fill(x < 0, -1e9).relu())
+    masked = Lambda(lambda x: x.masked_fill(x < 0, -1e9).relu())
     found = find_overflow(nn.Sequential(nn.Linear(16, 8), masked), batch(), F.cross_entropy)
     assert found.module == "1" and "a constant beyond the range of torch.float16" in found.cause
     assert "masked_fill" in found.line and found.fix == "to_fp16(keep_fp32=['1'])"
-
-
-# `learn.find_overflow()`: no cost until a step is skipped; then the same batch again
 
 
 class Huge(nn.Linear):
@@ -255,10 +243,9 @@ def spoil(learn):
 
 
 def test_it_costs_nothing_until_a_step_is_skipped(monkeypatch):
-    calls = []
-    search = lambda *a, **k: calls.append(k["step"])  # noqa: E731
-    monkeypatch.setattr("mixedfp.diagnose.overflow.find_overflow", search)
-    learn = make_learner().to_fp16()
+    calls, learn = [], make_learner().to_fp16()
+    search = "mixedfp.diagnose.overflow.find_overflow"
+    monkeypatch.setattr(search, lambda *args, step, **settings: calls.append(step))
     learn.fit(1, 0.01)
     with pytest.raises(MixedPrecisionError, match="no step was skipped so far"):
         learn.mp_cb.find_overflow()

@@ -7,6 +7,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from fastai.layers import Lambda, MergeLayer, SequentialEx
+from fastai.text.models import AWD_LSTM
 from tiny import conv_net, dropout_net, image_dls, make_learner, weights
 from torch import nn
 
@@ -25,9 +27,6 @@ def rows(n, width, n_classes=2):
     return torch.randn(n, width), torch.arange(n) % n_classes
 
 
-# What goes wrong: each is a module that float32 does not mind
-
-
 class TimesBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):
@@ -39,29 +38,18 @@ class TimesBackward(torch.autograd.Function):
         return g * ctx.factor, None
 
 
-class Apply(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-
-    def forward(self, x):
-        return self.f(x)
-
-
 def times(factor):
-    return Apply(lambda x: x * factor)
+    return Lambda(lambda x: x * factor)
 
 
 def backward(factor):
     """Return the identity, whose gradient is multiplied."""
-    return Apply(lambda x: TimesBackward.apply(x, factor))
+    return Lambda(lambda x: TimesBackward.apply(x, factor))
 
 
-FAULTS = {  # the verdict, and the format in which the line helps
-    "within": (Apply(lambda x: (x * 2.0**20) * 2.0**-20), "keep in fp32", "fp16"),
-    "cancel": (Apply(lambda x: (x + 8192) - 8192), "keep in fp32", "fp16"),
+FAULTS = {  # which float32 does not mind; the verdict, and the format in which the line helps
+    "within": (Lambda(lambda x: (x * 2.0**20) * 2.0**-20), "keep in fp32", "fp16"),
+    "cancel": (Lambda(lambda x: (x + 8192) - 8192), "keep in fp32", "fp16"),
     "beyond": (nn.Sequential(times(2.0**20), times(2.0**-20)), "out of range", "fp16"),
     "vanish": (backward(2.0**-30), "scale up", "any"),
     "explode": (backward(2.0**30), "scale down", "bf16"),
@@ -94,8 +82,7 @@ def make(kind, depth=None, fault=None):
 
 def settings_of(line):
     """Return what the line to paste sets, for another report."""
-    names = dict(to_fp16=dict, to_bf16=lambda **k: dict(k, dtype="bf16"), nn=nn)
-    return eval(line, names)
+    return eval(line, dict(to_fp16=dict, to_bf16=lambda **k: dict(k, dtype="bf16"), nn=nn))
 
 
 @KINDS
@@ -128,8 +115,8 @@ class Block(nn.Module):
         super().__init__()
         self.a, self.b, self.norm, self.f = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), f
 
-    def forward(self, x):
-        return self.f(self, x)
+    def forward(self, *args, **kwargs):
+        return self.f(self, *args, **kwargs)
 
 
 def cancelled(self, x):
@@ -173,9 +160,6 @@ def test_inputs_out_of_range_are_named_by_column():
     assert report.table.loc[INPUTS, "verdict"] == "input out of range: column(s) [2]"
 
 
-# Numbers
-
-
 def test_a_pass_within_the_scale_window_is_true_and_one_above_it_overflows():
     layers = [nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)]
     model, batch = nn.Sequential(*layers), rows(64, 16)
@@ -184,11 +168,11 @@ def test_a_pass_within_the_scale_window_is_true_and_one_above_it_overflows():
         report = precision_report(model, [batch], loss_func, loss_scale=2.0**scale)
         return next(m for m in report.modules if m.name == "2")
 
-    low, high = row(9).window
+    (low, high), least = row(9).window, row(9).least_scale
     assert row(low).grad_snr > 50 and row(high).grad_snr > 50
     assert row(high + 1).grad_snr == -math.inf and row(high + 1).verdict == "scale down"
-    assert row(row(9).least_scale - 2).verdict == "scale up"
-    assert row(row(9).least_scale - 6).grad_snr < 15 < row(row(9).least_scale).grad_snr
+    assert row(least - 2).verdict == "scale up"
+    assert row(least - 6).grad_snr < 15 < row(least).grad_snr
 
 
 def test_layer_scales_count():
@@ -211,9 +195,6 @@ def test_settings_that_make_no_sense_are_refused():
         precision_report(model, [batch[0]], loss_func)
     with pytest.raises(ValueError, match="`what` is 'x'"):
         precision_report(model, [batch], loss_func).plot("x")
-
-
-# A Learner
 
 
 @pytest.mark.parametrize("to, settings", [("to_fp32", {}), ("to_bf16", dict(flat_master=True))])
@@ -239,9 +220,8 @@ def test_a_learner_is_examined_as_it_is_trained():
     learn.to_fp16(1024.0, keep_fp32=nn.GroupNorm, layer_scales=scales)
     learn.model.eval()
     report = learn.precision_report()
-    settings = report.settings
-    assert (settings.dtype, settings.loss_scale) == (torch.float16, 1024)
-    assert settings.layer_scales == scales
+    used = report.settings
+    assert (used.dtype, used.loss_scale, used.layer_scales) == (torch.float16, 1024, scales)
     assert report.line == "to_fp16(keep_fp32=[nn.GroupNorm], layer_scales={'4': 8.0})"
     other = learn.precision_report(dtype=torch.bfloat16)
     assert other.settings.loss_scale == 1 and other.line == "to_bf16(keep_fp32=[nn.GroupNorm])"
@@ -261,9 +241,6 @@ def test_rows_of_a_plot_are_the_modules_from_top_to_bottom():
 
 def test_models_that_hang_tensors_on_modules_and_on_tensors():
     """fastai's: AWD-LSTM holds weights with a graph and states, `SequentialEx` the input."""
-    from fastai.layers import MergeLayer, SequentialEx
-    from fastai.text.models import AWD_LSTM
-
     rnn, (_, batch) = AWD_LSTM(20, 8, 12, 2), transformer()
     rnn.reset()
     loss_func(nn.Sequential(rnn, nn.Linear(8, 20))(batch[0]), batch[1]).backward()
