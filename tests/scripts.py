@@ -380,9 +380,13 @@ class MeanTeacher(nn.Module):
         self.student = mlp(192, 32, 4)
         self.teacher = deepcopy(self.student).requires_grad_(False)
 
-    def forward(self, x, eps):
-        for k, q in pairs(self.teacher, self.student) if torch.is_grad_enabled() else ():
+    def momentum_update(self):
+        for k, q in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
             k.data = k.data * 0.9 + q.data * 0.1
+
+    def forward(self, x, eps):
+        if torch.is_grad_enabled():
+            self.momentum_update()
         with torch.no_grad():
             target = self.teacher(x)
         return self.student(x + eps), target
