@@ -149,15 +149,12 @@ def gpt(run):
     run.begin(model, opt=opt, schedule=schedule)
 
     def batch(i):  # each word follows from the one before
-        ids = integers(i, 16, 8, 9)
-        for t in range(1, 9):
-            ids[:, t] = (5 * ids[:, t - 1] + 3) % 16
+        ids = (integers(i, 16, 8, 1) + 3 * torch.arange(9)) % 16
         return ids[:, :-1], ids[:, 1:]
 
     for step in run.steps(40):
-        for i in range(2 * step, 2 * step + 2):
-            _, loss = model(*batch(i))
-            run.scaler.scale(loss / 2).backward()
+        for i in (2 * step, 2 * step + 1):
+            run.scaler.scale(model(*batch(i))[1] / 2).backward()
         run.scaler.unscale_(opt)
         clip_grad_norm_(model.parameters(), 1.0)
         run.scaler.step(opt)
@@ -263,8 +260,8 @@ class RNN(nn.Module):
 
 def word_lm(run, bptt=6):
     """A word language model: truncated BPTT, clipping, a learning rate that falls."""
-    model, state = RNN(), nn.Module()
-    state.hidden = nn.Buffer(torch.zeros(2, 4, 16))
+    model, state, zero = RNN(), nn.Module(), torch.zeros(2, 4, 16)
+    state.hidden = nn.Buffer(zero)
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
     run.begin(model, opt=opt, state=state)
     text = (torch.arange(bptt * 64 + 1)[:, None] * torch.tensor([1, 5, 7, 11])) % 12  # (T, 4)
@@ -276,8 +273,7 @@ def word_lm(run, bptt=6):
         if step == 30:
             for group in opt.param_groups:
                 group["lr"] /= 4
-    ids, zero = text[: bptt + 1], torch.zeros(2, 4, 16)
-    return model, lambda m: F.cross_entropy(m(ids[:-1], zero)[0], ids[1:].flatten())
+    return model, lambda m: F.cross_entropy(m(text[:bptt], zero)[0], text[1 : bptt + 1].flatten())
 
 
 class UNet(nn.Module):
@@ -357,9 +353,8 @@ def segmentation(run):
 
     def loss_of(m, step):
         x, _ = images(step)
-        mask = (x.sum(1) > 0).long() + 2 * (x[:, 0] > 1).long()
-        outs = m(x)
-        loss = sum(w * F.cross_entropy(outs[k], mask) for k, w in (("out", 1.0), ("aux", 0.5)))
+        outs, mask = m(x), (x.sum(1) > 0).long() + 2 * (x[:, 0] > 1).long()
+        loss = F.cross_entropy(outs["out"], mask) + 0.5 * F.cross_entropy(outs["aux"], mask)
         p, true = outs["out"].float().softmax(1), F.one_hot(mask, 4).movedim(3, 1)
         dice = 2 * (p * true).sum((2, 3)) / (p.sum((2, 3)) + true.sum((2, 3)) + 1)
         return loss + 1 - dice.mean()
@@ -408,8 +403,7 @@ def teacher(run):
         with torch.no_grad():  # it was updated before it was called
             assert_same(model(x, x)[1], target)
     check(model.teacher, by_hand)
-    x, y = images(10**6)
-    return model, lambda m: F.cross_entropy(m.teacher(x), y)
+    return model, lambda m: cross_entropy_of(m.teacher, 10**6)
 
 
 def dqn(run):
@@ -456,8 +450,8 @@ def lottery(run):
         if step == 2:
             early.load_state_dict(model.state_dict())
         if step == 8:
-            smallest = dict(pruning_method=prune.L1Unstructured, amount=0.8)
-            prune.global_unstructured([(model[i], "weight") for i in layers], **smallest)
+            weights = [(model[i], "weight") for i in layers]
+            prune.global_unstructured(weights, prune.L1Unstructured, amount=0.8)
             for i in layers:
                 model[i].weight_orig.data = early[i].weight.data.clone()
                 model[i].bias.data = early[i].bias.data.clone()

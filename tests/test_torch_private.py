@@ -20,11 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mixedfp import torch_private as private
 from mixedfp.testing import assert_same
 
-PACKAGE = Path(private.__file__).parent
-# attributes that have no function, and special names of the language and of pickle
-KNOWN = {*"_python_dispatch _subclasses _version _parameters _buffers _modules".split()}
-KNOWN |= {"_asdict", "_replace"}
-
 
 def test_the_compiler_is_seen_and_left():
     import torch._dynamo  # noqa: F401
@@ -39,12 +34,10 @@ def test_hooks_around_a_step_are_found():
     opt = SGD(nn.Linear(1, 1).parameters(), 0.1)
     own = opt.register_step_pre_hook(print), opt.register_step_post_hook(repr)
     of_all = register_optimizer_step_pre_hook(str)
-    try:
-        before, after = private.hooks_around_step(opt)  # masters of other tests have some, too
-        assert ([h for h in before if h in (str, print)], after) == ([str, print], [repr])
-    finally:
-        for handle in (*own, of_all):
-            handle.remove()
+    before, after = private.hooks_around_step(opt)  # masters of other tests have some, too
+    for handle in (*own, of_all):
+        handle.remove()
+    assert ([h for h in before if h in (str, print)], after) == ([str, print], [repr])
 
 
 def test_nodes_and_backward_passes_are_numbered():
@@ -58,12 +51,9 @@ def test_nodes_and_backward_passes_are_numbered():
 
 
 def test_hooks_of_saved_tensors_are_seen():
-    def keep(t):
-        return t
-
     assert private.saved_tensors_hooks_now() is None
-    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
-        assert private.saved_tensors_hooks_now() == (keep, keep)
+    with torch.autograd.graph.saved_tensors_hooks(id, torch.abs):
+        assert private.saved_tensors_hooks_now() == (id, torch.abs)
 
 
 def test_operations_take_lists_and_a_scale_grows_and_backs_off():
@@ -145,7 +135,9 @@ def test_fastai_sends_the_order_of_the_samples_by_one_method():
 
 
 def test_private_names_are_used_in_one_module():
+    package = Path(private.__file__).parent
+    known = {"_python_dispatch", "_subclasses", "_version"}  # modules, and attributes of objects
     private_name = re.compile(r"\b(?:torch|nn|distributed|F)(?:\.\w+)*\.(_(?!foreach)[a-z]\w*)")
-    for path in {*PACKAGE.rglob("*.py")} - {Path(private.__file__), PACKAGE / "_modidx.py"}:
+    for path in {*package.rglob("*.py")} - {Path(private.__file__), package / "_modidx.py"}:
         found = set(private_name.findall(path.read_text(encoding="utf-8")))
-        assert found <= KNOWN, path.name
+        assert found <= known, path.name
