@@ -29,13 +29,10 @@ if os.environ.get("MIXEDFP_TEST_DEVICE") == "cuda" and "simulated_cuda.device" n
 
 
 class SkipsWithout(MetaPathFinder):
-    """Skips, by name, the tests that import a package of `OPTIONAL` that is not installed."""
-
-    OPTIONAL = ("fastai", "skorch")
+    """Skips, by name, the tests and files that import a package that is not installed."""
 
     def find_spec(self, fullname, path=None, target=None):
-        """Skip the test, or the file, that imports such a package; nothing else finds it."""
-        if fullname in self.OPTIONAL:
+        if fullname in ("fastai", "skorch"):
             pytest.skip(f"{fullname} is not installed", allow_module_level=True)
 
 

@@ -1,6 +1,7 @@
 """Tests of `mixedfp.examples` that need a module or a patched download."""
 
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +26,7 @@ def make_cifar10(root, classes=("airplane", "dog"), n=4):
 def patch(monkeypatch, tmp_path):
     """Make it a machine without CIFAR-10: no variable, an empty data folder, and no network."""
 
-    def no_network(url):
-        raise OSError("no network")
-
+    no_network = mock.Mock(side_effect=OSError("no network"))
     monkeypatch.delenv("CIFAR10_PATH", raising=False)
     monkeypatch.setattr("mixedfp.examples.fastai_path", lambda name: tmp_path / "fastai" / name)
     monkeypatch.setattr("fastai.vision.all.untar_data", no_network)
@@ -48,13 +47,12 @@ def test_error_names_the_places(patch, tmp_path, download):
 def test_places_in_order(patch, tmp_path):
     downloaded = make_cifar10(tmp_path / "downloaded", n=2)
     patch.setattr("fastai.vision.all.untar_data", lambda url: downloaded)
-    sizes = [len(cifar10(bs=2).train_ds)]
+    assert len(cifar10(bs=2).train_ds) == 4
     make_cifar10(tmp_path / "fastai" / "data" / "cifar10", n=3)
-    sizes.append(len(cifar10(bs=2).train_ds))
+    assert len(cifar10(bs=2).train_ds) == 6
     patch.setenv("CIFAR10_PATH", str(make_cifar10(tmp_path / "env", n=4)))
-    sizes.append(len(cifar10(bs=2).train_ds))
-    sizes.append(len(cifar10(make_cifar10(tmp_path / "path", n=5), bs=2).train_ds))
-    assert sizes == [4, 6, 8, 10]
+    assert len(cifar10(bs=2).train_ds) == 8
+    assert len(cifar10(make_cifar10(tmp_path / "path", n=5), bs=2).train_ds) == 10
 
 
 def test_place_without_the_classes_is_passed_over_and_pictures_are_decoded_once(patch, tmp_path):
