@@ -31,10 +31,7 @@ def test_with_masters_says_what_it_expected(name):
     assert masters_of(NET) is None and "forward" not in vars(NET)
 
 
-UNUSED = "dtype", "loss_scale", "growth_interval", "enabled", "remainders"
-
-
-@pytest.mark.parametrize("name", UNUSED)
+@pytest.mark.parametrize("name", "dtype loss_scale growth_interval enabled remainders".split())
 def test_to_bf16_takes_only_what_it_uses(name):
     learn = make_learner()
     with pytest.raises(TypeError, match=f"to_bf16.. has no setting '{name}'"):

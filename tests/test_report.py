@@ -119,10 +119,6 @@ class Block(nn.Module):
         return self.f(self, *args, **kwargs)
 
 
-def cancelled(self, x):
-    return self.b((self.a(x) + 8192) - 8192)
-
-
 def grown(self, x):  # the sum fits into float32, the output goes back to 16 bits
     return (self.a(x) + x) * 2.0**20
 
@@ -132,7 +128,7 @@ def residual(self, x):
 
 
 BLOCKS = {  # what is computed, whether by the whole model, what is kept; the verdicts and the line
-    "cancelled": (cancelled, True, (), {"": "keep in fp32"}, ""),
+    "lost": (lambda self, x: self.b((self.a(x) + 8192) - 8192), True, (), {"": "keep in fp32"}, ""),
     "grown": (grown, False, (), {"1": "out of range"}, "to_bf16()"),
     "grown in float32": (grown, False, "1", {"1": "out of range"}, "to_bf16(keep_fp32=['1'])"),
     "residual": (residual, False, (), {"1": "out of range"}, "to_fp16(keep_fp32=['1'])"),

@@ -49,7 +49,6 @@ class Allocated(NamedTuple):
 
 
 def allocated(forget_peak: bool = False) -> Allocated:
-    """Count the bytes that PyTorch has allocated."""
     now, peak = _counter("bytes"), _counter("peak")
     if forget_peak:
         peak.value = now.value
@@ -61,7 +60,6 @@ def _counter(name):
 
 
 def tensors(tree) -> list[Tensor]:
-    """List the tensors in an operation's arguments or results."""
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
@@ -96,7 +94,7 @@ class Numbers(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given, name = tensors((args, kwargs)), func._schema.name.removeprefix("aten::")
-        is_written, is_empty = func._schema.is_mutable, "empty" in name
+        is_written = func._schema.is_mutable
         see = on_host if is_written or len({t.dtype for t in given}) == 1 else widened
         args_there, kwargs_there = tree_map_only(Tensor, see, (args, kwargs))
         if "device" in kwargs:
@@ -107,7 +105,7 @@ class Numbers(TorchDispatchMode):
         out = func(*args, **kwargs)
         made, known = tensors(out), {t.untyped_storage().data_ptr() for t in given}
         fresh = [t.is_cuda and t.untyped_storage().data_ptr() not in known for t in made]
-        if not is_empty and (any(fresh) or is_written and any(t.is_cuda for t in given)):
+        if "empty" not in name and (any(fresh) or is_written and any(t.is_cuda for t in given)):
             results = tensors(func(*args_there, **kwargs_there))
             for to, of, is_fresh in zip(made, results, fresh, strict=True):
                 if is_fresh:
