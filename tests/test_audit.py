@@ -13,9 +13,8 @@ from mixedfp.optimizer import with_masters
 
 
 def make_model(dtype=torch.float32):
-    return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10)).to(
-        dtype
-    )
+    layers = nn.Linear(32, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10)
+    return nn.Sequential(*layers).to(dtype)
 
 
 def train(model, opt, n=3, autocast=False):
