@@ -375,6 +375,7 @@ class MeanTeacher(nn.Module):
         self.student = mlp(192, 32, 4)
         self.teacher = deepcopy(self.student).requires_grad_(False)
 
+    @torch.no_grad()
     def momentum_update(self):
         for k, q in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
             k.data = k.data * 0.9 + q.data * 0.1
@@ -387,7 +388,7 @@ class MeanTeacher(nn.Module):
         return self.student(x + eps), target
 
 
-def teacher(run):
+def mean_teacher(run):
     """A mean teacher, whose momentum update is in the forward pass as MoCo's, under DDP."""
     model = MeanTeacher()
     opt = torch.optim.SGD(model.student.parameters(), 0.05, momentum=0.9)
@@ -506,4 +507,4 @@ def hogwild(run, model, steps, rank=None, in_turns=True):
             distributed.barrier()
 
 
-SCRIPTS = [gpt, gan, vae, word_lm, diffusion, segmentation, teacher, dqn, lottery, ewc]
+SCRIPTS = [gpt, gan, vae, word_lm, diffusion, segmentation, mean_teacher, dqn, lottery, ewc]

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from ranks import on_ranks
-from scripts import SCRIPTS, Run, cross_entropy_of, hogwild, mlp, teacher
+from scripts import SCRIPTS, Run, cross_entropy_of, hogwild, mean_teacher, mlp
 
 from mixedfp.testing import assert_same
 
@@ -76,7 +76,7 @@ def on_each_rank(models, rank):
     for how, (in_turns, free) in zip(HOWS, models, strict=True):
         hogwild(Run(*how), in_turns, 12, rank)
         hogwild(Run(*how), free, 80, rank, in_turns=False)
-    return [state(teacher, *how, steps=12) for how in HOWS]
+    return [state(mean_teacher, *how, steps=12) for how in HOWS]
 
 
 def test_two_processes(tmp_path):
