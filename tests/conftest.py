@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from torch import distributed
 
 from mixedfp.nested import warn_once
 
@@ -28,13 +29,10 @@ if os.environ.get("MIXEDFP_TEST_DEVICE") == "cuda" and "simulated_cuda.device" n
 
 
 class SkipsWithout(MetaPathFinder):
-    """Skips, by name, the tests that import a package of `OPTIONAL` that is not installed."""
-
-    OPTIONAL = ("fastai", "skorch")
+    """Skips, by name, the tests and files that import a package that is not installed."""
 
     def find_spec(self, fullname, path=None, target=None):
-        """Skip the test, or the file, that imports such a package; nothing else finds it."""
-        if fullname in self.OPTIONAL:
+        if fullname in ("fastai", "skorch"):
             pytest.skip(f"{fullname} is not installed", allow_module_level=True)
 
 
@@ -69,15 +67,12 @@ def fixed_seeds():
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session")
-def cifar10_path() -> Path:
-    """The folder that holds CIFAR-10's `train` and `test`; without it the test is skipped."""
-    path = os.environ.get("CIFAR10_PATH")
-    if not path:
-        pytest.skip("CIFAR10_PATH is not set")
-    if not (Path(path) / "train").is_dir():
-        pytest.fail(f"CIFAR10_PATH={path} has no folder `train`; it names the folder that does")
-    return Path(path)
+@pytest.fixture
+def alone():
+    """A group of one process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ the weights, it compares with the same by hand.
 """
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 
 import torch
@@ -32,29 +32,27 @@ class Run:
         self.is_mixed, self.save, self.resume = kind in ("masters", "flat"), save, resume
 
     def give(self, model, *opts):
-        """The first line that changes."""
+        """Write the first line that changes."""
         if self.is_mixed:
             with_masters(model, *opts, dtype=self.dtype, flat_master=self.kind == "flat")
 
     def begin(self, model, **parts):
-        """Both lines; load what a killed run has saved of the model and the other parts."""
+        """Write both lines; load what a killed run has saved of the model and the other parts."""
         self.give(model, *(p for p in parts.values() if isinstance(p, torch.optim.Optimizer)))
         is_on = self.kind != "float32" and self.dtype == torch.float16
         scaler = LossScaler if self.is_mixed else GradScaler
         self.scaler = scaler("cpu", init_scale=1024.0, enabled=is_on)
-        self.parts, self.first = dict(parts, model=model, scaler=self.scaler), 0
-        if self.resume is not None:
-            saved = torch.load(self.resume, weights_only=True)
-            self.first = saved.pop("step")
-            for k, state in saved.items():
-                self.parts[k].load_state_dict(state)
+        self.parts = dict(parts, model=model, scaler=self.scaler)
+        saved = {"step": 0} if self.resume is None else torch.load(self.resume, weights_only=True)
+        self.first = saved.pop("step")
+        for k, state in saved.items():
+            self.parts[k].load_state_dict(state)
 
     def steps(self, n):
         """Yield the numbers of the steps, then save."""
         n = n if self.n_steps is None else self.n_steps
-        is_on = self.kind == "autocast"
         for step in range(self.first, n):
-            with torch.autocast("cpu", self.dtype, is_on, cache_enabled=False):
+            with torch.autocast("cpu", self.dtype, self.kind == "autocast", cache_enabled=False):
                 yield step
         if self.save is not None:
             states = {k: v.state_dict() for k, v in self.parts.items()}
@@ -85,52 +83,48 @@ def with_grads(model, loss):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-class ByHand:
-    """A moving average of a model's float32 weights, in float64."""
-
-    def __init__(self, params):
-        self.averages = [p.detach().double() for p in params]
-
-    def add(self, params, share):
-        for average, p in zip(self.averages, params, strict=True):
-            assert p.dtype == torch.float32
-            average.lerp_(p.detach().double(), share)
-
-    def check(self, params):
-        assert_close([p.detach().double() for p in params], self.averages, rtol=0, atol=1e-6)
+def pairs(*models):
+    return zip(*(m.parameters() for m in models), strict=True)
 
 
-# --- a GPT: accumulation, a cosine schedule, weight decay for matrices only ---
+def average_by_hand(averages, model, share):
+    """Move averages in float64 towards the weights of a model."""
+    for average, p in pairs(averages, model):
+        assert p.dtype == torch.float32
+        average.data.lerp_(p.data.double(), share)
+
+
+def check(model, averages):
+    for p, average in pairs(model, averages):
+        assert_close(p.detach().double(), average.detach(), rtol=0, atol=1e-6)
 
 
 class Block(nn.Module):
-    def __init__(self, n, heads):
+    def __init__(self, n):
         super().__init__()
-        self.heads, self.ln1, self.ln2 = heads, nn.LayerNorm(n), nn.LayerNorm(n)
+        self.ln1, self.ln2 = nn.LayerNorm(n), nn.LayerNorm(n)
         self.qkv, self.proj = nn.Linear(n, 3 * n), nn.Linear(n, n)
         self.mlp = nn.Sequential(nn.Linear(n, 4 * n), nn.GELU(), nn.Linear(4 * n, n))
 
     def forward(self, x):
         b, t, n = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.ln1(x)).view(b, t, 3, 2, -1).permute(2, 0, 3, 1, 4)  # two heads
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, n))
         return x + self.mlp(self.ln2(x))
 
 
 class GPT(nn.Module):
-    def __init__(self, vocab=16, n=16, heads=2, layers=2, length=8):
+    def __init__(self, vocab=16, n=16, length=8):
         super().__init__()
         self.words, self.places = nn.Embedding(vocab, n), nn.Embedding(length, n)
-        self.blocks = nn.ModuleList(Block(n, heads) for _ in range(layers))
-        self.ln, self.head = nn.LayerNorm(n), nn.Linear(n, vocab, bias=False)
+        self.blocks, self.ln = nn.Sequential(Block(n), Block(n)), nn.LayerNorm(n)
+        self.head = nn.Linear(n, vocab, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, ids, targets=None):
         x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.ln(x))
+        logits = self.head(self.ln(self.blocks(x)))
         if targets is None:
             return logits
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -138,14 +132,15 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def generate(self, ids, n):
         """The words after `ids`, each the most probable one, and the last logits."""
-        ids = F.pad(ids, (0, n))
-        for t in range(ids.shape[1] - n, ids.shape[1]):
+        start, ids = ids.shape[1], F.pad(ids, (0, n))
+        for t in range(start, start + n):
             logits = self(ids)
             ids[:, t] = logits[:, t - 1].argmax(-1)
         return ids, logits
 
 
-def gpt(run, accumulate=2):
+def gpt(run):
+    """A GPT: accumulation, a cosine schedule, weight decay for matrices only."""
     model = GPT()
     decay, rest = ([p for p in model.parameters() if (p.ndim > 1) == is_2d] for is_2d in (1, 0))
     groups = [dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
@@ -154,15 +149,12 @@ def gpt(run, accumulate=2):
     run.begin(model, opt=opt, schedule=schedule)
 
     def batch(i):  # each word follows from the one before
-        ids = integers(i, 16, 8, 9)
-        for t in range(1, 9):
-            ids[:, t] = (5 * ids[:, t - 1] + 3) % 16
+        ids = (integers(i, 16, 8, 1) + 3 * torch.arange(9)) % 16
         return ids[:, :-1], ids[:, 1:]
 
     for step in run.steps(40):
-        for micro in range(accumulate):
-            _, loss = model(*batch(step * accumulate + micro))
-            run.scaler.scale(loss / accumulate).backward()
+        for i in (2 * step, 2 * step + 1):
+            run.scaler.scale(model(*batch(i))[1] / 2).backward()
         run.scaler.unscale_(opt)
         clip_grad_norm_(model.parameters(), 1.0)
         run.scaler.step(opt)
@@ -179,20 +171,17 @@ def gpt(run, accumulate=2):
 def images(step):
     """Eight images of 8 x 8 pixels with a bright quarter, whose number is the class."""
     x, y = noise(step, 8, 3, 8, 8), integers(step, 4, 8)
-    for i, k in enumerate(y):
-        x[i, :, 4 * (k // 2) : 4 * (k // 2) + 4, 4 * (k % 2) : 4 * (k % 2) + 4] += 1
+    x.view(8, 3, 2, 4, 2, 4)[torch.arange(8), :, y // 2, :, y % 2] += 1
     return x, y
 
 
-# --- a DCGAN: two networks, two optimizers, three backward passes a step ---
-
-
 def gan(run):
+    """A DCGAN: two networks, two optimizers, three backward passes a step."""
     deconv = nn.ConvTranspose2d(8, 3, 4, 2, 1)
-    generator = nn.Sequential(nn.Linear(4, 128), nn.Unflatten(1, (8, 4, 4)), nn.BatchNorm2d(8))
-    generator.extend([nn.ReLU(), deconv, nn.Tanh()])
-    critic = nn.Sequential(nn.Conv2d(3, 8, 4, 2, 1), nn.LeakyReLU(0.2), nn.Flatten())
-    critic.append(nn.Linear(128, 1))
+    start = nn.Linear(4, 128), nn.Unflatten(1, (8, 4, 4)), nn.BatchNorm2d(8), nn.ReLU()
+    generator = nn.Sequential(*start, deconv, nn.Tanh())
+    conv = nn.Conv2d(3, 8, 4, 2, 1)
+    critic = nn.Sequential(conv, nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1))
     opt_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
     opt_d = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.999))
     both = nn.ModuleDict(dict(generator=generator, critic=critic))
@@ -211,9 +200,6 @@ def gan(run):
         scaler.update()
     x = images(10**6)[0].tanh()
     return both, lambda m: criterion(m["critic"](x), torch.ones(8, 1))
-
-
-# --- a VAE, as in PyTorch's examples, whose parts are also called from outside ---
 
 
 class VAE(nn.Module):
@@ -235,6 +221,7 @@ class VAE(nn.Module):
 
 
 def vae(run):
+    """A VAE, as in PyTorch's examples, whose parts are also called from outside."""
     model = VAE()
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     run.begin(model, opt=opt)
@@ -248,19 +235,15 @@ def vae(run):
 
     def forward(x, eps):
         with computing(model) if run.is_mixed else nullcontext():
-            mu, logvar = model.encode(x)
-            return model.decode(mu + eps * torch.exp(0.5 * logvar)), mu, logvar
+            return VAE.forward(model, x, eps)  # not `model.forward`: the parts, one by one
 
-    for step in run.steps(60):
+    for step in run.steps(40):
         run.descend(opt, loss_of(model, step, forward if step % 2 else None))
     inside, outside = (with_grads(model, loss_of(model, 0, f)) for f in (None, forward))
     assert_same(outside, inside)
     z = noise(0, 8, 4)
     assert_same(model.decode(z), deepcopy(model).decode(z))  # in float32
     return model, lambda m: loss_of(m, 10**6)
-
-
-# --- a word language model: truncated BPTT, clipping, a learning rate that falls ---
 
 
 class RNN(nn.Module):
@@ -276,8 +259,9 @@ class RNN(nn.Module):
 
 
 def word_lm(run, bptt=6):
-    model, state = RNN(), nn.Module()
-    state.hidden = nn.Buffer(torch.zeros(2, 4, 16))
+    """A word language model: truncated BPTT, clipping, a learning rate that falls."""
+    model, state, zero = RNN(), nn.Module(), torch.zeros(2, 4, 16)
+    state.hidden = nn.Buffer(zero)
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
     run.begin(model, opt=opt, state=state)
     text = (torch.arange(bptt * 64 + 1)[:, None] * torch.tensor([1, 5, 7, 11])) % 12  # (T, 4)
@@ -289,39 +273,7 @@ def word_lm(run, bptt=6):
         if step == 30:
             for group in opt.param_groups:
                 group["lr"] /= 4
-    ids, zero = text[: bptt + 1], torch.zeros(2, 4, 16)
-    return model, lambda m: F.cross_entropy(m(ids[:-1], zero)[0], ids[1:].flatten())
-
-
-# --- diffusion: timesteps, a U-Net with time embedding, evaluated with averaged weights ---
-
-
-class EMA:
-    """As diffusers' EMAModel."""
-
-    def __init__(self, params, decay=0.9):
-        self.decay, self.shadow = decay, [p.clone().detach() for p in params]
-
-    @torch.no_grad()
-    def step(self, params):
-        for s, p in zip(self.shadow, params, strict=True):
-            s.sub_((1 - self.decay) * (s - p))
-
-    def store(self, params):
-        self.stored = [p.detach().clone() for p in params]
-
-    def copy_to(self, params, source=None):
-        for s, p in zip(source or self.shadow, params, strict=True):
-            p.data.copy_(s.data)
-
-    def restore(self, params):
-        self.copy_to(params, self.stored)
-
-    def state_dict(self):
-        return {"shadow": self.shadow}
-
-    def load_state_dict(self, state):
-        self.shadow = [s.clone() for s in state["shadow"]]
+    return model, lambda m: F.cross_entropy(m(text[:bptt], zero)[0], text[1 : bptt + 1].flatten())
 
 
 class UNet(nn.Module):
@@ -341,47 +293,49 @@ class UNet(nn.Module):
 
 
 def diffusion(run):
+    """Diffusion: timesteps, a U-Net with time embedding, an average swapped in for evaluation."""
     model = UNet()
-    ema = EMA(model.parameters())
-    opt = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    ema, opt = deepcopy(model), torch.optim.AdamW(model.parameters(), lr=5e-3)
     run.begin(model, opt=opt, ema=ema)
-    by_hand = ByHand(ema.shadow)
-    alpha = torch.cumprod(1 - torch.linspace(1e-4, 0.2, 20), 0)
+    by_hand, alpha = deepcopy(ema).double(), torch.cumprod(1 - torch.linspace(1e-4, 0.2, 20), 0)
 
     def loss_of(m, step):
         x, t = images(step)[0], integers(step, 20, 8)
         eps, a = noise(step + 1, *x.shape), alpha[t].view(-1, 1, 1, 1)
         return F.mse_loss(m(a.sqrt() * x + (1 - a).sqrt() * eps, t).float(), eps)
 
-    for step in run.steps(60):
+    @torch.no_grad()
+    def average():
+        for s, p in pairs(ema, model):
+            s.sub_(0.1 * (s - p))
+
+    def copy_to_model(values):
+        for p, value in zip(model.parameters(), values, strict=True):
+            p.data.copy_(value.data)
+
+    for step in run.steps(40):
         run.descend(opt, loss_of(model, step), clip=1.0)
-        ema.step(model.parameters())
-        by_hand.add(model.parameters(), 0.1)
+        average()
+        average_by_hand(by_hand, model, 0.1)
         if step % 10 == 0:
-            before = deepcopy(model.state_dict())
-            ema.store(model.parameters())
-            ema.copy_to(model.parameters())
+            before = deepcopy(dict(model.state_dict()))
+            stored = [p.detach().clone() for p in model.parameters()]
+            copy_to_model(ema.parameters())
             averaged = deepcopy(model)
             run.give(averaged, torch.optim.SGD(averaged.parameters(), 0.1))
             with torch.no_grad():
                 assert_same(loss_of(model, 0), loss_of(averaged, 0))
-            ema.restore(model.parameters())
-            assert_same(dict(model.state_dict()), dict(before))
-    by_hand.check(ema.shadow)
+            copy_to_model(stored)
+            assert_same(dict(model.state_dict()), before)
+    check(ema, by_hand)
     return model, lambda m: loss_of(m, 10**6)
-
-
-# --- segmentation: cross-entropy and Dice, a polynomial learning rate, an auxiliary head ---
-
-
-def conv(i, o, stride=1):
-    return nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
 
 
 class FCN(nn.Module):
     def __init__(self):
         super().__init__()
-        self.down, self.body = conv(3, 8, 2), conv(8, 16)
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU())
+        self.body = nn.Sequential(nn.Conv2d(8, 16, 3, 1, 1), nn.BatchNorm2d(16), nn.ReLU())
         self.head, self.aux = nn.Conv2d(16, 4, 1), nn.Conv2d(8, 4, 1)
 
     def forward(self, x):
@@ -391,6 +345,7 @@ class FCN(nn.Module):
 
 
 def segmentation(run):
+    """Segmentation: cross-entropy and Dice, a cosine schedule, an auxiliary head."""
     model = FCN()
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = CosineAnnealingLR(opt, 41)
@@ -398,9 +353,8 @@ def segmentation(run):
 
     def loss_of(m, step):
         x, _ = images(step)
-        mask = (x.sum(1) > 0).long() + 2 * (x[:, 0] > 1).long()
-        outs = m(x)
-        loss = sum(w * F.cross_entropy(outs[k], mask) for k, w in (("out", 1.0), ("aux", 0.5)))
+        outs, mask = m(x), (x.sum(1) > 0).long() + 2 * (x[:, 0] > 1).long()
+        loss = F.cross_entropy(outs["out"], mask) + 0.5 * F.cross_entropy(outs["aux"], mask)
         p, true = outs["out"].float().softmax(1), F.one_hot(mask, 4).movedim(3, 1)
         dice = 2 * (p * true).sum((2, 3)) / (p.sum((2, 3)) + true.sum((2, 3)) + 1)
         return loss + 1 - dice.mean()
@@ -411,13 +365,8 @@ def segmentation(run):
     return model, lambda m: loss_of(m.eval(), 10**6)
 
 
-# --- a mean teacher, whose momentum update is in the forward pass as MoCo's, under DDP ---
-
-
-def mlp(*sizes):
-    pairs = zip(sizes, sizes[1:], strict=False)
-    layers = [layer for i, o in pairs for layer in (nn.Linear(i, o), nn.ReLU())]
-    return nn.Sequential(nn.Flatten(), *layers[:-1])
+def mlp(i, hidden, o):
+    return nn.Sequential(nn.Flatten(), nn.Linear(i, hidden), nn.ReLU(), nn.Linear(hidden, o))
 
 
 class MeanTeacher(nn.Module):
@@ -439,47 +388,32 @@ class MeanTeacher(nn.Module):
         return self.student(x + eps), target
 
 
-@contextmanager
-def processes():
-    """Those of a test, or this one alone."""
-    if is_alone := not distributed.is_initialized():
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield distributed.get_rank()
-    finally:
-        if is_alone:
-            distributed.destroy_process_group()
-
-
-def teacher(run):
+def mean_teacher(run):
+    """A mean teacher, whose momentum update is in the forward pass as MoCo's, under DDP."""
     model = MeanTeacher()
     opt = torch.optim.SGD(model.student.parameters(), 0.05, momentum=0.9)
     run.begin(model, opt=opt)
-    by_hand = ByHand(model.teacher.parameters())
-    with processes() as rank:
-        ddp = DistributedDataParallel(model)
-        for step in run.steps(40):
-            by_hand.add(model.student.parameters(), 0.1)
-            x, y = images(2 * step + rank)
-            out, target = ddp(x, noise(step, *x.shape))
-            consistency = F.mse_loss(out.float().softmax(1), target.float().softmax(1))
-            run.descend(opt, F.cross_entropy(out.float(), y) + consistency)
-            with torch.no_grad():  # it was updated before it was called
-                assert_same(model(x, x)[1], target)
-    by_hand.check(model.teacher.parameters())
-    x, y = images(10**6)
-    return model, lambda m: F.cross_entropy(m.teacher(x), y)
-
-
-# --- a DQN: a target network with soft updates, replaced by the other one at times ---
+    by_hand = deepcopy(model.teacher).double()
+    ddp = DistributedDataParallel(model)
+    for step in run.steps(40):
+        average_by_hand(by_hand, model.student, 0.1)
+        x, y = images(2 * step + distributed.get_rank())
+        out, target = ddp(x, noise(step, *x.shape))
+        consistency = F.mse_loss(out.float().softmax(1), target.float().softmax(1))
+        run.descend(opt, F.cross_entropy(out.float(), y) + consistency)
+        with torch.no_grad():  # it was updated before it was called
+            assert_same(model(x, x)[1], target)
+    check(model.teacher, by_hand)
+    return model, lambda m: cross_entropy_of(m.teacher, 10**6)
 
 
 def dqn(run):
+    """A DQN: a target network with soft updates, replaced by the other one at times."""
     model = mlp(4, 32, 2)
     target = deepcopy(model).requires_grad_(False)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
     run.begin(model, opt=opt, target=target)
-    by_hand = ByHand(target.parameters())
+    by_hand = deepcopy(target).double()
 
     def td_error(m, step):
         state, action, after = noise(step, 32, 4), integers(step, 2, 32), noise(step + 1, 32, 4)
@@ -493,15 +427,12 @@ def dqn(run):
         run.descend(opt, td_error(model, step))
         if step % 20 == 5:
             target.load_state_dict(model.state_dict())
-            by_hand = ByHand(model.parameters())
-        for t, p in zip(target.parameters(), model.parameters(), strict=True):
+            by_hand = deepcopy(model).double()
+        for t, p in pairs(target, model):
             t.data.lerp_(p.data, 0.05)
-        by_hand.add(model.parameters(), 0.05)
-    by_hand.check(target.parameters())
+        average_by_hand(by_hand, model, 0.05)
+    check(target, by_hand)
     return model, lambda m: td_error(m, 10**6)
-
-
-# --- a lottery ticket: the smallest weights are pruned, the others set back to early ones ---
 
 
 def cross_entropy_of(model, step, sign=1):
@@ -510,6 +441,7 @@ def cross_entropy_of(model, step, sign=1):
 
 
 def lottery(run):
+    """A lottery ticket: the smallest weights are pruned, the others set back to early ones."""
     model = mlp(192, 32, 4)
     early, layers = deepcopy(model), (1, 3)
     opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
@@ -519,8 +451,8 @@ def lottery(run):
         if step == 2:
             early.load_state_dict(model.state_dict())
         if step == 8:
-            smallest = dict(pruning_method=prune.L1Unstructured, amount=0.8)
-            prune.global_unstructured([(model[i], "weight") for i in layers], **smallest)
+            weights = [(model[i], "weight") for i in layers]
+            prune.global_unstructured(weights, prune.L1Unstructured, amount=0.8)
             for i in layers:
                 model[i].weight_orig.data = early[i].weight.data.clone()
                 model[i].bias.data = early[i].bias.data.clone()
@@ -534,10 +466,8 @@ def lottery(run):
     return model, lambda m: cross_entropy_of(m, 10**6)
 
 
-# --- elastic weight consolidation: a second task, with a penalty on the way from the first ---
-
-
 def ewc(run):
+    """Elastic weight consolidation: a second task, with a penalty on the way from the first."""
     model = mlp(192, 32, 4)
     anchor, fisher = deepcopy(model), deepcopy(model)
     for f in fisher.parameters():
@@ -546,7 +476,7 @@ def ewc(run):
     run.begin(model, opt=opt, anchor=anchor, fisher=fisher)
 
     def penalty(m):
-        each = zip(m.parameters(), anchor.parameters(), fisher.parameters(), strict=True)
+        each = pairs(m, anchor, fisher)
         return sum((f.detach() * (p - a.detach()).square()).sum() for p, a, f in each)
 
     for step in run.steps(40):
@@ -563,11 +493,11 @@ def ewc(run):
     return model, lambda m: cross_entropy_of(m, 10**6, -1)
 
 
-# --- Hogwild: processes without a lock, whose optimizers step weights in shared memory ---
-
-
 def hogwild(run, model, steps, rank=None, in_turns=True):
-    """Train in one of two processes; or, without a rank, do the work of both in turns."""
+    """Hogwild: optimizers in processes without a lock step weights in shared memory.
+
+    Without a rank, one process does the work of both in turns.
+    """
     opt = torch.optim.SGD(model.parameters(), 0.05)
     run.begin(model, opt=opt)
     for step in run.steps(steps):
@@ -577,4 +507,4 @@ def hogwild(run, model, steps, rank=None, in_turns=True):
             distributed.barrier()
 
 
-SCRIPTS = [gpt, gan, vae, word_lm, diffusion, segmentation, teacher, dqn, lottery, ewc]
+SCRIPTS = [gpt, gan, vae, word_lm, diffusion, segmentation, mean_teacher, dqn, lottery, ewc]

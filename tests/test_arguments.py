@@ -31,15 +31,7 @@ def test_with_masters_says_what_it_expected(name):
     assert masters_of(NET) is None and "forward" not in vars(NET)
 
 
-def test_the_dtype_is_bfloat16_unless_another_is_given():
-    model = nn.Linear(2, 2)
-    with_masters(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert masters_of(model).policy.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    "name", ["dtype", "loss_scale", "growth_interval", "enabled", "remainders"]
-)
+@pytest.mark.parametrize("name", "dtype loss_scale growth_interval enabled remainders".split())
 def test_to_bf16_takes_only_what_it_uses(name):
     learn = make_learner()
     with pytest.raises(TypeError, match=f"to_bf16.. has no setting '{name}'"):
@@ -59,7 +51,8 @@ def test_an_unknown_setting_of_a_learner_is_named(name):
 def test_every_setting_of_with_masters_is_in_the_signature(make):
     own = inspect.signature(make).parameters
     given = inspect.signature(with_masters).parameters
-    shared = {k: p.default for k, p in given.items() if p.kind == p.KEYWORD_ONLY and k != "dtype"}
+    shared = {k: p.default for k, p in given.items() if p.kind == p.KEYWORD_ONLY}
+    assert shared.pop("dtype") == torch.bfloat16
     assert "kwargs" not in own and shared == {k: own[k].default for k in shared}
 
 

@@ -1,31 +1,31 @@
 """`precision_audit` on runs that lose updates and on runs that do not, ours and others'."""
 
 import pytest
-import tiny
 import torch
-from torch import distributed, nn
+from tiny import make_learner
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mixedfp.callback  # noqa: F401, puts `precision_audit` on Learners
 from mixedfp import precision_audit
 from mixedfp.engine.optimizers import Shadow
 from mixedfp.optimizer import with_masters
 
-N_IN, N_HIDDEN = 32, 64
-
 
 def make_model(dtype=torch.float32):
-    layers = nn.Linear(N_IN, N_HIDDEN), nn.LayerNorm(N_HIDDEN), nn.ReLU(), nn.Linear(N_HIDDEN, 10)
+    layers = nn.Linear(32, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10)
     return nn.Sequential(*layers).to(dtype)
 
 
 def train(model, opt, n=3, autocast=False):
-    first = next(model.parameters())
+    """Take steps; the last gradients stay."""
     for _ in range(n):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(torch.randn(16, N_IN, dtype=first.dtype)).float().square().mean()
-        loss.backward()
-        opt.step()
         opt.zero_grad()
+        x = torch.randn(16, 32, dtype=next(model.parameters()).dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = model(x)
+        out.float().square().mean().backward()
+        opt.step()
 
 
 def percent_of(audit):
@@ -41,13 +41,16 @@ OPTIMIZERS = {
 }
 
 
+def make(dtype=torch.bfloat16, name="adamw"):
+    model = make_model(dtype)
+    return model, OPTIMIZERS[name](model.parameters())
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_share_of_lost_updates_is_that_of_weights_that_do_not_move(name):
     """Counted on float32 copies, and again by making the step in bfloat16."""
-    model = make_model(torch.bfloat16)
-    opt = OPTIMIZERS[name](model.parameters())
+    model, opt = make(name=name)
     train(model, opt)
-    model(torch.randn(16, N_IN, dtype=torch.bfloat16)).float().square().mean().backward()
     audit, before = precision_audit(model, opt), [p.detach().clone() for p in model.parameters()]
     opt.step()
     pairs = list(zip(before, model.parameters(), strict=True))
@@ -59,9 +62,8 @@ def test_the_share_of_lost_updates_is_that_of_weights_that_do_not_move(name):
 
 def test_settings_of_all_groups_are_copied_once(monkeypatch):
     """Not for each parameter: with a group for each, an audit would take quadratic time."""
-    model, copied = make_model(torch.bfloat16), []
-    real = Shadow.refresh
-    monkeypatch.setattr(Shadow, "refresh", lambda self: copied.append(1) or real(self))
+    model, copied, refresh = make_model(torch.bfloat16), [], Shadow.refresh
+    monkeypatch.setattr(Shadow, "refresh", lambda self: copied.append(1) or refresh(self))
     groups = [dict(params=[p], lr=1e-4 * 4**i) for i, p in enumerate(model.parameters())]
     audit = precision_audit(model, torch.optim.AdamW(groups, weight_decay=0))
     assert len(groups) > 2 and len(copied) == 1
@@ -69,17 +71,18 @@ def test_settings_of_all_groups_are_copied_once(monkeypatch):
     assert shares.iloc[0] > shares.iloc[-1]  # each group keeps its rate
 
 
+class Slower(torch.optim.SGD):
+    """Counts its steps outside of `state`, and slows down."""
+
+    n_steps = 0
+
+    def step(self):
+        self.n_steps += 1
+        for p in self.param_groups[0]["params"]:
+            p.data.sub_(p.grad * self.param_groups[0]["lr"] / 2.0 ** (self.n_steps - 1))
+
+
 def test_each_parameter_is_stepped_from_the_same_state_of_the_optimizer():
-    class Slower(torch.optim.SGD):
-        """Counts its steps outside of `state`, and slows down."""
-
-        n_steps = 0
-
-        def step(self):
-            self.n_steps += 1
-            for p in self.param_groups[0]["params"]:
-                p.data.sub_(p.grad * self.param_groups[0]["lr"] / 2.0 ** (self.n_steps - 1))
-
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(20))).bfloat16()
     for p in model.parameters():
         p.data.fill_(1.0)
@@ -88,10 +91,8 @@ def test_each_parameter_is_stepped_from_the_same_state_of_the_optimizer():
 
 
 def test_the_first_step_of_adam_is_known_and_that_of_sgd_is_not():
-    model = make_model(torch.bfloat16)
-    adam, sgd = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["sgd"](model.parameters())
-    assert 60 < percent_of(precision_audit(model, adam)) < 100
-    assert precision_audit(model, sgd).verdicts == ["SGD steps 2,890 bfloat16 weights"]
+    assert 60 < percent_of(precision_audit(*make())) < 100
+    assert precision_audit(*make(name="sgd")).verdicts == ["SGD steps 2,890 bfloat16 weights"]
 
 
 HELD = {  # settings: bytes of gradients and of states, a parameter
@@ -107,63 +108,60 @@ HELD = {  # settings: bytes of gradients and of states, a parameter
 @pytest.mark.parametrize("name", HELD)
 def test_float32_weights_are_fine_with_and_without_copies(name):
     settings, gradients, states = HELD[name]
-    model = nn.Sequential(nn.Linear(N_IN, N_HIDDEN), nn.ReLU(), nn.Linear(N_HIDDEN, 10))
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     opt = OPTIMIZERS["adamw"](model.parameters())
     if settings is not None:
         with_masters(model, opt, dtype="bf16", **settings)
     train(model, opt, 1, autocast=name == "autocast")
+    opt.zero_grad()
     audit = precision_audit(model, opt)
     assert audit.is_fine and audit.facts == ["AdamW steps float32 weights: no update is lost"]
     assert audit.bytes_per_parameter() == dict(weights=4, gradients=gradients, states=states)
 
 
-def test_masters_that_are_kept_by_hand_are_fine():
-    model = make_model(torch.bfloat16)
+def test_masters_that_are_kept_by_hand_and_states_that_make_up_for_rounding_are_fine():
+    model, opt = make()
     copies = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     audit = precision_audit(model, torch.optim.AdamW(copies))
     assert audit.is_fine and audit.facts == ["AdamW steps float32 copies: no update is lost"]
     assert audit.bytes_per_parameter()["masters"] == 4
+    train(model, opt, 1)
+    for state in opt.state.values():
+        state |= dict(kahan_comp=torch.zeros(()), exp_avg_sq=state["exp_avg_sq"].float())
+    assert precision_audit(model, opt).is_fine
 
 
-def test_adapters_in_bfloat16_are_found_over_a_frozen_model():
+@pytest.mark.parametrize("is_float", [False, True])
+def test_adapters_in_bfloat16_are_found_over_a_frozen_model(is_float):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4)
     config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
-    for is_float in (False, True):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
-        model.model.rotary_emb.float()
-        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-        model = peft.get_peft_model(model, lora, autocast_adapter_dtype=is_float)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        audit = precision_audit(model, torch.optim.AdamW(trained, 1e-4))
-        assert audit.is_fine == is_float and audit.bytes_per_parameter()["gradients"] < 1
-        if not is_float:
-            assert "bfloat16 weights" in audit.verdicts[0] and "requires_grad" in audit.fixes[0]
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    model.model.rotary_emb.float()
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(model, lora, autocast_adapter_dtype=is_float)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    audit = precision_audit(model, torch.optim.AdamW(trained, 1e-4))
+    assert audit.is_fine == is_float and audit.bytes_per_parameter()["gradients"] < 1
+    if not is_float:
+        assert "bfloat16 weights" in audit.verdicts[0] and "requires_grad" in audit.fixes[0]
 
 
-def test_a_sharded_model_in_bfloat16_is_found(tmp_path):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    distributed.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        bare, ours = make_model(torch.bfloat16), make_model()
-        fully_shard(bare)
-        fully_shard(ours, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        for model in (bare, ours):
-            opt = OPTIMIZERS["adamw"](model.parameters())
-            train(model, opt)
-            assert precision_audit(model, opt).is_fine == (model is ours)
-        audit = precision_audit(bare, torch.optim.AdamW(bare.parameters(), 1e-4))
-        assert percent_of(audit) > 50 and audit.fixes[0].startswith("fully_shard(")
-    finally:
-        distributed.destroy_process_group()
+def test_a_sharded_model_in_bfloat16_is_found(alone):
+    bare = fully_shard(make_model(torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for model in (bare, fully_shard(make_model(), mp_policy=policy)):
+        opt = OPTIMIZERS["adamw"](model.parameters())
+        train(model, opt)
+        assert precision_audit(model, opt).is_fine == (model is not bare)
+    audit = precision_audit(bare, torch.optim.AdamW(bare.parameters(), 1e-4))
+    assert percent_of(audit) > 50 and audit.fixes[0].startswith("fully_shard(")
 
 
 def test_the_optimizers_of_a_trainer_are_unwrapped():
     accelerate = pytest.importorskip("accelerate")
-    model = make_model(torch.bfloat16)
-    opt = OPTIMIZERS["adamw"](model.parameters())
+    model, opt = make()
     _, opt = accelerate.Accelerator(cpu=True).prepare(model, opt)
     assert percent_of(precision_audit(model, opt)) > 50
     with pytest.raises(TypeError, match="optimizer, got a list"):
@@ -178,19 +176,8 @@ def test_rounded_frequencies_and_forgotten_parameters_are_found():
     assert "1.weight, 1.bias, 3.weight, …" in audit.verdicts[1]
 
 
-def test_an_optimizer_that_makes_up_for_rounding_is_fine():
-    model = make_model(torch.bfloat16)
-    opt = OPTIMIZERS["adamw"](model.parameters())
-    train(model, opt, 1)
-    for state in opt.state.values():
-        state["kahan_comp"] = torch.zeros(())
-        state["exp_avg_sq"] = state["exp_avg_sq"].float()
-    assert precision_audit(model, opt).is_fine
-
-
 def test_a_learner_has_an_audit():
-    learn = tiny.make_learner()
+    learn = make_learner()
     assert not learn.precision_audit().verdicts  # no optimizer yet
-    with learn.no_bar(), learn.no_logging():
-        learn.to_bf16().fit(1)
+    learn.to_bf16().fit(1)
     assert learn.precision_audit().facts == ["Optimizer steps float32 weights: no update is lost"]

@@ -14,12 +14,10 @@ def test_the_benchmark_of_a_gpu_runs_and_goes_on_where_it_was_broken_off(tmp_pat
     out = tmp_path / "trial.json"
     command = [sys.executable, "bench/gpu.py", "--device", "cpu", "--smallest", "--out", str(out)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = []
-    for stage in ("small", "curves"):
-        subprocess.run([*command, "--stages", *ended, stage], check=True, cwd=ROOT, env=env)
-        ended.append(stage)
+    for stages in (["small"], ["small", "curves"]):
+        subprocess.run([*command, "--stages", *stages], check=True, cwd=ROOT, env=env)
     found = json.loads(out.read_text())
-    assert found["ended"] == ended and not found["broken_off"]
+    assert found["ended"] == stages and not found["broken_off"]
     rows = {row["way"]: row for row in found["stages"]["small"]}
     assert not [row["error"] for row in rows.values() if "error" in row]
     assert {"autocast", "ours flat", "ours smallest", "learner flat"} <= rows.keys()
@@ -29,13 +27,10 @@ def test_the_benchmark_of_a_gpu_runs_and_goes_on_where_it_was_broken_off(tmp_pat
 
 
 def test_with_an_empty_environment_the_python_at_hand_runs_the_tests_of_a_gpu():
-    made = {
-        env: subprocess.check_output(["make", "-n", "test-gpu", env], cwd=ROOT, text=True)
-        for env in ("ENV=", "ENV=elsewhere")
-    }
-    # inside another make, lines that name the directory are around it
-    assert "\npython3 bench/gpu.py --stages tests" in "\n" + made["ENV="]
-    assert "\nelsewhere/bin/python bench/gpu.py" in "\n" + made["ENV=elsewhere"]
+    for env, python in (("ENV=", "python3"), ("ENV=elsewhere", "elsewhere/bin/python")):
+        made = subprocess.check_output(["make", "-n", "test-gpu", env], cwd=ROOT, text=True)
+        # inside another make, lines that name the directory are around it
+        assert f"\n{python} bench/gpu.py --stages tests" in "\n" + made
 
 
 def test_what_needs_a_missing_package_is_skipped_by_name():

@@ -42,10 +42,10 @@ class Layer(nn.Linear):
         return super().forward(x * random.uniform(0.9, 1.1)) * 2.0**20 * 2.0**-20
 
 
-def make(n=2, width=4, **settings):
+def make(n=2, **settings):
     torch.manual_seed(0)
-    dropout, norm = nn.Dropout(), nn.BatchNorm1d(width)
-    model = nn.Sequential(*(Layer(width, width) for _ in range(n)), norm, dropout)
+    layers = [Layer(4, 4) for _ in range(n)]
+    model = nn.Sequential(*layers, nn.BatchNorm1d(4), nn.Dropout())
     opt = torch.optim.AdamW(model.parameters())
     return with_masters(model, opt, dtype="bf16", **settings) if settings else (model, opt)
 
@@ -54,11 +54,10 @@ def trained(**settings):
     """Return a model with a state, gradients, and one frozen weight."""
     model, opt = make(**settings)
     model[0].weight.requires_grad_(False)
-    for i in range(2):
-        cross_entropy(model(BATCH[0]), BATCH[1]).backward()
-        if i == 0:
-            opt.step()
-            opt.zero_grad()
+    cross_entropy(model(BATCH[0]), BATCH[1]).backward()
+    opt.step()
+    opt.zero_grad()
+    cross_entropy(model(BATCH[0]), BATCH[1]).backward()
     model[0].eval()
     return model, opt
 
@@ -73,12 +72,11 @@ def everything(model, opt):
 
 
 @EACH_LOOK
-@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-def test_nothing_is_changed(look, flat):
-    model, opt = trained(flat_master=flat)
+@pytest.mark.parametrize("settings", [{}, dict(flat_master=False), dict(flat_master=True)], ids=str)
+def test_nothing_is_changed(look, settings):
+    model, opt = trained(**settings)
     before = everything(model, opt)
     look(model, opt, cross_entropy)
-    assert_same(everything(model, opt), before)
     with pytest.raises(TypeError):
         look(model, opt, None)
     assert_same(everything(model, opt), before)
@@ -95,7 +93,6 @@ def test_no_copy_of_the_model_is_left(look):
     gc.disable()
     try:
         look(model, opt, cross_entropy)
-        assert not Layer.copies
         with pytest.raises(TypeError):
             look(model, opt, None)
     finally:

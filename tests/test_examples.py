@@ -1,6 +1,7 @@
 """Tests of `mixedfp.examples` that need a module or a patched download."""
 
-from types import SimpleNamespace
+from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -13,58 +14,54 @@ from mixedfp.testing import assert_same
 
 def make_cifar10(root, classes=("airplane", "dog"), n=4):
     """Write a folder like CIFAR-10's, each image of one colour; return it."""
-    for split in ("train", "test"):
-        for k, name in enumerate(classes):
-            (root / split / name).mkdir(parents=True)
-            for i in range(n):
-                colour = (60 * k, 40, 10 * i)
-                Image.new("RGB", (32, 32), colour).save(root / split / name / f"{i:04}.png")
+    for split, (k, name) in product(("train", "test"), enumerate(classes)):
+        (root / split / name).mkdir(parents=True)
+        for i in range(n):
+            image = Image.new("RGB", (32, 32), (60 * k, 40, 10 * i))
+            image.save(root / split / name / f"{i:04}.png")
     return root
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """A machine without CIFAR-10: no variable, an empty data folder, and no network."""
+def patch(monkeypatch, tmp_path):
+    """Make it a machine without CIFAR-10: no variable, an empty data folder, and no network."""
 
-    def no_network(url):
-        raise OSError("no network")
-
+    no_network = mock.Mock(side_effect=OSError("no network"))
     monkeypatch.delenv("CIFAR10_PATH", raising=False)
     monkeypatch.setattr("mixedfp.examples.fastai_path", lambda name: tmp_path / "fastai" / name)
     monkeypatch.setattr("fastai.vision.all.untar_data", no_network)
-    return SimpleNamespace(path=tmp_path, patch=monkeypatch)
+    return monkeypatch
 
 
 @pytest.mark.parametrize("download", [True, False])
-def test_error_names_the_places(machine, download):
+def test_error_names_the_places(patch, tmp_path, download):
     with pytest.raises(FileNotFoundError) as e:
-        cifar10(machine.path / "typo", download=download)
+        cifar10(tmp_path / "typo", download=download)
     message, why = str(e.value), "no network" if download else "download=False"
     assert "no train/airplane, train/dog, test/airplane, test/dog in any of" in message
-    assert f"{machine.path}/typo, " in message and f"{machine.path}/fastai/data/cifar10" in message
+    assert f"{tmp_path}/typo, " in message and f"{tmp_path}/fastai/data/cifar10" in message
     assert f"untar_data(URLs.CIFAR): OSError: {why}" in message
     assert "set CIFAR10_PATH" in message and "photos(), which needs no" in message
 
 
-def test_places_in_order(machine):
-    downloaded = make_cifar10(machine.path / "downloaded", n=2)
-    machine.patch.setattr("fastai.vision.all.untar_data", lambda url: downloaded)
-    sizes = [len(cifar10(bs=2).train_ds)]
-    make_cifar10(machine.path / "fastai" / "data" / "cifar10", n=3)
-    sizes.append(len(cifar10(bs=2).train_ds))
-    machine.patch.setenv("CIFAR10_PATH", str(make_cifar10(machine.path / "env", n=4)))
-    sizes.append(len(cifar10(bs=2).train_ds))
-    sizes.append(len(cifar10(make_cifar10(machine.path / "path", n=5), bs=2).train_ds))
-    assert sizes == [4, 6, 8, 10]
+def test_places_in_order(patch, tmp_path):
+    downloaded = make_cifar10(tmp_path / "downloaded", n=2)
+    patch.setattr("fastai.vision.all.untar_data", lambda url: downloaded)
+    assert len(cifar10(bs=2).train_ds) == 4
+    make_cifar10(tmp_path / "fastai" / "data" / "cifar10", n=3)
+    assert len(cifar10(bs=2).train_ds) == 6
+    patch.setenv("CIFAR10_PATH", str(make_cifar10(tmp_path / "env", n=4)))
+    assert len(cifar10(bs=2).train_ds) == 8
+    assert len(cifar10(make_cifar10(tmp_path / "path", n=5), bs=2).train_ds) == 10
 
 
-def test_place_without_the_classes_is_passed_over_and_pictures_are_decoded_once(machine):
-    machine.patch.setenv("CIFAR10_PATH", str(make_cifar10(machine.path / "two")))
-    make_cifar10(machine.path / "fastai" / "data" / "cifar10", ("airplane", "dog", "frog"))
+def test_place_without_the_classes_is_passed_over_and_pictures_are_decoded_once(patch, tmp_path):
+    patch.setenv("CIFAR10_PATH", str(make_cifar10(tmp_path / "two")))
+    make_cifar10(tmp_path / "fastai" / "data" / "cifar10", ("airplane", "dog", "frog"))
     dls = cifar10(classes=("frog", "dog"), bs=2)
     assert list(dls.vocab) == ["frog", "dog"]
     assert dls.train_ds.x[0, :, 0, 0].tolist() == [120, 40, 0]
-    machine.patch.setattr(Image, "open", None)  # would raise
+    patch.setattr(Image, "open", None)  # would raise
     again = cifar10(classes=("frog", "dog"), bs=2)
     assert again.train_ds.x.data_ptr() == dls.train_ds.x.data_ptr()
 
@@ -74,11 +71,11 @@ MISTAKES += [dict(classes=bad) for bad in ("dog", ("dog", "dog"), ("dog", "plane
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
-def test_numbers_and_classes_are_checked(machine, mistake):
+def test_numbers_and_classes_are_checked(patch, tmp_path, mistake):
     ((name, bad),) = mistake.items()
     wanted = "expected two or more different" if name == "classes" else f"{bad}: expected 2 to 8"
     with pytest.raises(ValueError, match=f"{name}=.*{wanted}"):
-        cifar10(make_cifar10(machine.path / "cifar"), **mistake)
+        cifar10(make_cifar10(tmp_path / "cifar"), **mistake)
 
 
 def test_flips_and_crops_follow_the_seed_alone_and_validation_pictures_never_move():
@@ -89,27 +86,25 @@ def test_flips_and_crops_follow_the_seed_alone_and_validation_pictures_never_mov
         passes.append([x for x, _ in dls.train])
     assert_same(passes[0], passes[1])
     assert not torch.equal(passes[1][0], passes[2][0])
-    first, second = (dls.valid.one_batch()[0] for _ in range(2))
-    assert_same(first, second)
     norm = dls.valid.after_batch.fs[-1]
     expected = (dls.valid_ds.x.float() / 255 - norm.mean) / norm.std
-    torch.testing.assert_close(first.as_subclass(torch.Tensor), expected, rtol=1e-6, atol=1e-6)
+    for _ in range(2):
+        x = dls.valid.one_batch()[0].as_subclass(torch.Tensor)
+        torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_training_picture_is_a_window_of_the_padded_one():
     """An independent way to the same: PyTorch's own reflection padding, all windows, both ways."""
     x = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8)
-    part = x, torch.arange(16) % 2
-    stats = ([0.0] * 3, [1 / 255] * 3)
+    part, stats = (x, torch.arange(16) % 2), ([0.0] * 3, [1 / 255] * 3)
     dls = image_dls(part, part, ["a", "b"], stats, bs=16, device="cpu")
     padded = torch.nn.functional.pad(x.float(), (4, 4, 4, 4), mode="reflect")
-    seen = []
-    for image in dls.train.one_batch()[0].as_subclass(torch.Tensor).round():
-        for r, c, flip in ((r, c, f) for r in range(9) for c in range(9) for f in (0, 1)):
-            windows = padded[:, :, r : r + 32, c : c + 32]
-            windows = windows.flip(-1) if flip else windows
-            if (windows == image).flatten(1).all(1).any():
-                seen.append((r, c, flip))
+    seen, images = [], dls.train.one_batch()[0].as_subclass(torch.Tensor).round()
+    for r, c, flip in product(range(9), range(9), (0, 1)):
+        windows = padded[:, :, r : r + 32, c : c + 32]
+        windows = windows.flip(-1) if flip else windows
+        same = (windows == images[:, None]).flatten(2).all(2).any(1)
+        seen += [(r, c, flip)] * int(same.sum())
     assert len(seen) == 16 and {flip for *_, flip in seen} == {0, 1} and len(set(seen)) > 8
 
 
@@ -125,9 +120,8 @@ def test_all_images_are_predicted_and_shown():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_are_made_for_the_device():
-    fill = torch.zeros(8, 3, 8, 8, dtype=torch.uint8)
-    labels = torch.arange(8) % 2
-    dls = image_dls((fill, labels), (fill, labels), ["a", "b"], bs=4, device="cuda")
+    part = torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.arange(8) % 2
+    dls = image_dls(part, part, ["a", "b"], bs=4, device="cuda")
     for dl in dls:
         x, y = dl.one_batch()
         assert x.device.type == y.device.type == "cuda"

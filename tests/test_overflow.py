@@ -1,9 +1,12 @@
 """`find_overflow`: planted faults are named, with a fix that works; a healthy model has none."""
 
+from functools import partial
+
 import pytest
 import torch
-from test_report import Apply, Block, TimesBackward
-from tiny import Callback, bits, make_learner
+from fastai.layers import Lambda
+from test_report import Block, TimesBackward, rows, settings_of, times
+from tiny import Do, bits, conv_net, make_learner
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,18 +15,12 @@ from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.testing import assert_same
 
-
-def cancel(x):
-    huge = x * 0 + 60000
-    return x + ((huge + huge) - (huge + huge))
-
-
 FAULTS = {
     "value": lambda x: ((x * 0 + 300).square() / 300) * 0 + x,  # its root fits into float16
     "constant": lambda x: x + torch.full((), 1e6, dtype=x.dtype) * 0,
     "0 / 0": lambda x: x + (x * 0) / (x * 0),
     "a division by 0": lambda x: x + 1 / (x * 0),
-    "cancel": cancel,
+    "cancel": lambda x: x + ((x * 0 + 60000) * 2 - (x * 0 + 60000) * 2),
     "backward": lambda x: TimesBackward.apply(x, 1e9),
 }
 
@@ -38,7 +35,7 @@ class Net(nn.Module):
         self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True)
         self.first, self.middle, self.last, self.linear = *[nn.Identity()] * 3, nn.Linear(8, 8)
         if slot is not None:
-            setattr(self, slot, Apply(FAULTS[fault]))
+            setattr(self, slot, Lambda(FAULTS[fault]))
 
     def forward(self, x):
         x = self.norm(self.first(self.embed(x))).view(-1, 4, 8)
@@ -52,14 +49,14 @@ def loss_func(pred, y):
 
 
 def batch(n=16):
-    rng = torch.Generator().manual_seed(1)
-    return torch.randn(8, n, generator=rng), torch.randint(0, 2, (8,), generator=rng)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return rows(8, n)
 
 
 def is_fixed(model, fix):
     """Compute a batch with what `fix` sets: whether all gradients are finite."""
-    names = dict(to_fp16=dict, to_bf16=lambda **k: dict(k, dtype="bf16"))
-    settings, (x, y) = dict(dtype="fp16") | eval(fix, names), batch()
+    settings, (x, y) = dict(dtype="fp16") | settings_of(fix), batch()
     scale = settings.pop("loss_scale", 1.0)
     model, _ = with_masters(model, torch.optim.SGD(model.parameters(), 0.1), **settings)
     (loss_func(model(x), y) * scale).backward()
@@ -69,8 +66,7 @@ def is_fixed(model, fix):
 def test_a_healthy_model_has_none():
     assert find_overflow(Net(), batch(), loss_func, scale=512.0) is None
     sparse = nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
-    ids = torch.ones(2, 2).long(), torch.arange(2)
-    assert find_overflow(sparse, ids, F.cross_entropy) is None
+    assert find_overflow(sparse, (torch.ones(2, 2).long(), torch.arange(2)), loss_func) is None
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -78,7 +74,7 @@ def test_a_healthy_model_has_none():
 def test_a_planted_fault_is_named_with_a_fix_that_works(slot, fault):
     model, is_backward = Net(slot, fault), fault == "backward"
     found = find_overflow(model, batch(), loss_func, scale=2.0 if is_backward else 1.0)
-    assert (found.module, found.kind) == (slot, "Apply"), found
+    assert (found.module, found.kind) == (slot, "Lambda"), found
     assert found.phase == ("backward" if is_backward else "forward")
     assert found.line.startswith("test_report.py:" if is_backward else "test_overflow.py:")
     assert found.line in str(found) and slot in str(found)
@@ -109,67 +105,58 @@ def test_an_input_or_the_loss(name):
     assert found.fix == ("to_bf16()" if name == "large" else "")
 
 
-def test_a_negative_overflow_that_is_subtracted_is_named_and_not_the_nan():
-    """-inf alone may be a mask; once it has made a nan, it was none."""
-
-    class Low(nn.Linear):
-        def forward(self, x):
-            low = super().forward(x) * 0 - 60000
-            low = low + low
-            return low.reciprocal() * 0 + (low - low)
-
-    found = find_overflow(nn.Sequential(Low(16, 2)), batch(), loss_func)
-    assert (found.module, found.operation) == ("0", "add") and "beyond" in found.cause
+def low(self, x):
+    low = self.a(x) * 0 - 60000
+    low = low + low  # -inf, which alone may be a mask
+    return low.reciprocal() * 0 + (low - low)  # it was none: it makes a nan
 
 
-def test_new_memory_that_holds_anything_is_not_blamed():
+def high(self, x):
+    return FAULTS["value"](self.a(x))
+
+
+@pytest.mark.parametrize("f, operation", [(low, "add"), (high, "pow")])
+def test_the_first_overflow_is_named_and_neither_a_later_nan_nor_new_memory(f, operation):
     """PyTorch fills it with nan here; the 16-bit copies are written into such memory."""
     torch.use_deterministic_algorithms(True)
     try:
-        model = Block(lambda self, x: FAULTS["value"](self.a(x)))
-        found = find_overflow(model, batch(4), F.cross_entropy)
+        found = find_overflow(Block(f), batch(4), F.cross_entropy)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert (found.module, found.operation) == ("", "pow") and "beyond" in found.cause
+    assert (found.module, found.operation) == ("", operation) and "beyond" in found.cause
 
 
-class Two(nn.Module):
-    """Takes two tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.fault = nn.Linear(8, 8), nn.Linear(8, 2), Apply(FAULTS["value"])
-
-    def forward(self, x, z, labels=None):
-        pred = self.b(self.fault(self.a(x)) + self.a(z))
-        return pred if labels is None else {"loss": F.cross_entropy(pred.float(), labels)}
+def two(self, x, z, labels=None):
+    pred = self.b(high(self, x) + self.a(z))
+    return pred if labels is None else {"loss": F.cross_entropy(pred.float(), labels)}
 
 
 def test_a_batch_has_one_form_in_both_searches():
-    torch.manual_seed(0)
-    model, x, z, y = Two(), torch.randn(4, 8), torch.randn(4, 8), torch.arange(4) % 2
+    model, x, z, y = Block(two), torch.randn(4, 4), torch.randn(4, 4), torch.arange(4) % 2
     forms = [((x, z), y), (x, z, y), (dict(x=x, z=z), y)]
     found = [str(find_overflow(model, form, F.cross_entropy)) for form in forms]
-    assert "fault (Apply)" in found[0] and len(set(found)) == 1
+    assert "the whole model (Block)" in found[0] and len(set(found)) == 1
     tables = [precision_report(model, [form], F.cross_entropy).table for form in forms]
     assert all(table.equals(tables[0]) for table in tables)
     given, own_loss = dict(x=x, z=z, labels=y), lambda out: out["loss"]
-    assert find_overflow(model, given, own_loss).module == "fault"
-    assert precision_report(model, [given], own_loss).verdicts == {"fault": "keep in fp32"}
+    assert find_overflow(model, given, own_loss).operation == "pow"
+    assert precision_report(model, [given], own_loss).verdicts == {"": "keep in fp32"}
     for search in (find_overflow, lambda m, b, loss: precision_report(m, [b], loss)):
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'target'"):
             search(model, given, F.cross_entropy)
 
 
-def test_a_model_that_keeps_the_module_in_32_bits_is_healthy():
-    model = Net("middle", "value")
-    found = find_overflow(model, batch(), loss_func)
-    assert found.fix == "to_fp16(keep_fp32=['middle'])"
+def test_a_model_that_keeps_a_module_in_32_bits_is_taken_as_it_is():
+    model, fix = Net("middle", "value"), "to_fp16(keep_fp32=['middle'])"
+    assert find_overflow(model, batch(), loss_func).fix == fix
     opt = torch.optim.SGD(model.parameters(), 0.1)
     kept, _ = with_masters(model, opt, dtype="fp16", keep_fp32=["middle"])
     assert find_overflow(kept, batch(), loss_func) is None
-    assert find_overflow(kept, batch(), loss_func, keep_fp32=()).module == "middle"
     assert find_overflow(kept, batch(), loss_func, dtype="fp16") is None
+    assert find_overflow(kept, batch(), loss_func, keep_fp32=()).module == "middle"
+    report = precision_report(kept, [batch()], loss_func)
+    assert report.verdicts == {} and report.line == fix
+    assert precision_report(kept, [batch()], loss_func, keep_fp32=()).causes == ["middle"]
 
 
 def test_a_weight_beyond_float16_is_named_with_a_fix_that_works():
@@ -192,9 +179,6 @@ def test_a_compiled_model_is_searched_uncompiled():
     assert find_overflow(model, batch(), loss_func).module == "last"
 
 
-# The fixes
-
-
 def normalized(x):
     """Divide by a norm near 0: outputs are small, the gradient is a thousand times as large."""
     x = x * 1e-4
@@ -202,19 +186,17 @@ def normalized(x):
 
 
 def test_an_overflow_of_the_scaled_gradient_has_a_smaller_scale():
-    model = nn.Sequential(nn.Linear(8, 8), Apply(normalized), nn.Linear(8, 4))
-    of_16, scale = (torch.randn(16, 8), torch.arange(16) % 4), 2.0**16
-    found = find_overflow(model, of_16, F.cross_entropy, scale=scale)
+    model = nn.Sequential(nn.Linear(8, 8), Lambda(normalized), nn.Linear(8, 4))
+    find = partial(find_overflow, model, rows(16, 8, 4), F.cross_entropy)
+    found = find(scale=2.0**16)
     assert found.phase == "backward" and found.module == "1" and found.operation
     assert "only the scaled gradient overflows" in found.cause
-    scale = eval(found.fix, dict(to_fp16=dict))["loss_scale"]
-    assert 1 <= scale < 2**16 and find_overflow(model, of_16, F.cross_entropy, scale=scale) is None
-    assert find_overflow(model, of_16, F.cross_entropy, scale=4 * scale) is not None
+    scale = settings_of(found.fix)["loss_scale"]
+    assert 1 <= scale < 2**16 and find(scale=scale) is None and find(scale=4 * scale) is not None
 
 
 def test_a_module_whose_output_does_not_fit_is_kept_with_the_one_around_it():
-    up, down = (Apply(lambda x, factor=factor: x * factor) for factor in (2.0**20, 2.0**-20))
-    scaled = nn.Sequential(nn.Linear(2, 2), up, down)  # its own output fits
+    scaled = nn.Sequential(nn.Linear(2, 2), times(2.0**20), times(2.0**-20))  # its output fits
     model = nn.Sequential(nn.Linear(16, 2), scaled, nn.Linear(2, 2))
     found = find_overflow(model, batch(), F.cross_entropy)
     assert found.module == "1.1" and found.fix == "to_fp16(keep_fp32=['1'])"
@@ -225,13 +207,10 @@ def test_a_module_whose_output_does_not_fit_is_kept_with_the_one_around_it():
 
 
 def test_a_constant_that_pytorch_refuses_is_found():
-    masked = Apply(lambda x: x.masked_fill(x < 0, -1e9).relu())
+    masked = Lambda(lambda x: x.masked_fill(x < 0, -1e9).relu())
     found = find_overflow(nn.Sequential(nn.Linear(16, 8), masked), batch(), F.cross_entropy)
     assert found.module == "1" and "a constant beyond the range of torch.float16" in found.cause
     assert "masked_fill" in found.line and found.fix == "to_fp16(keep_fp32=['1'])"
-
-
-# `learn.find_overflow()`: no cost until a step is skipped; then the same batch again
 
 
 class Huge(nn.Linear):
@@ -242,38 +221,29 @@ class Huge(nn.Linear):
     def forward(self, x):
         self.n += self.training
         x = F.dropout(super().forward(x), training=self.training)
-        return (x * 0 + 300).square() * 0 + x if self.n > self.at else x
+        return FAULTS["value"](x) if self.n > self.at else x
 
 
 def with_huge(at=0, **kwargs):
-    learn = make_learner("adam")
     torch.manual_seed(0)
-    learn.model.append(Huge(2, 2))
-    learn.model[-1].at = at
-    learn.splitter = lambda m: [list(m.parameters())]
-    return learn.to_fp16(**kwargs)
+    model = conv_net().append(Huge(2, 2))
+    model[-1].at = at
+    return make_learner("adam", model).to_fp16(**kwargs)
 
 
-class Spoil(Callback):
-    """Puts inf into a gradient of batch `at` (all: None); no pass reproduces that."""
-
-    def __init__(self, at=None):
-        self.at = at
-
-    def after_backward(self):
-        if self.at in (None, self.iter):
-            self.learn.model[0].weight.grad.fill_(float("inf"))
+def spoil(learn):
+    """Put inf into a gradient; no pass reproduces that."""
+    learn.model[0].weight.grad.fill_(torch.inf)
 
 
 def test_it_costs_nothing_until_a_step_is_skipped(monkeypatch):
-    calls = []
-    search = lambda *a, **k: calls.append(k["step"])  # noqa: E731
-    monkeypatch.setattr("mixedfp.diagnose.overflow.find_overflow", search)
-    learn = make_learner().to_fp16()
+    calls, learn = [], make_learner().to_fp16()
+    search = "mixedfp.diagnose.overflow.find_overflow"
+    monkeypatch.setattr(search, lambda *args, step, **settings: calls.append(step))
     learn.fit(1, 0.01)
     with pytest.raises(MixedPrecisionError, match="no step was skipped so far"):
         learn.mp_cb.find_overflow()
-    learn.fit(1, 0.01, cbs=Spoil(2))
+    learn.fit(1, 0.01, cbs=Do("after_backward", spoil, at=2))
     assert calls == []
     learn.find_overflow()
     assert calls == [6]
@@ -299,4 +269,4 @@ def test_the_error_after_too_many_skips_names_the_module_or_says_that_nothing_is
     with pytest.raises(MixedPrecisionError, match="(?s)in a row were skipped.*forward.*11 .Huge"):
         with_huge(max_skips=3).fit(1, 0.01)
     with pytest.raises(MixedPrecisionError, match="Not reproduced"):
-        make_learner().to_fp16(max_skips=2).fit(1, 0.01, cbs=Spoil())
+        make_learner().to_fp16(max_skips=2).fit(1, 0.01, cbs=Do("after_backward", spoil))

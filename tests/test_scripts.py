@@ -7,13 +7,14 @@ from itertools import product
 import pytest
 import torch
 from ranks import on_ranks
-from scripts import SCRIPTS, Run, cross_entropy_of, hogwild, mlp, teacher
+from scripts import SCRIPTS, Run, cross_entropy_of, hogwild, mean_teacher, mlp
 
 from mixedfp.testing import assert_same
 
 SEEDS = range(3)
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 SCRIPT = pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
+pytestmark = pytest.mark.usefixtures("alone")
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
 
 
@@ -75,7 +76,7 @@ def on_each_rank(models, rank):
     for how, (in_turns, free) in zip(HOWS, models, strict=True):
         hogwild(Run(*how), in_turns, 12, rank)
         hogwild(Run(*how), free, 80, rank, in_turns=False)
-    return [state(teacher, *how, steps=12) for how in HOWS]
+    return [state(mean_teacher, *how, steps=12) for how in HOWS]
 
 
 def test_two_processes(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD
@@ -19,12 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mixedfp import torch_private as private
 from mixedfp.testing import assert_same
-
-PACKAGE = Path(private.__file__).parent
-# attributes that have no function, and special names of the language and of pickle
-KNOWN = set(
-    "_python_dispatch _subclasses _version _parameters _buffers _modules _asdict _replace".split()
-)
 
 
 def test_the_compiler_is_seen_and_left():
@@ -40,12 +34,10 @@ def test_hooks_around_a_step_are_found():
     opt = SGD(nn.Linear(1, 1).parameters(), 0.1)
     own = opt.register_step_pre_hook(print), opt.register_step_post_hook(repr)
     of_all = register_optimizer_step_pre_hook(str)
-    try:
-        before, after = private.hooks_around_step(opt)  # masters of other tests have some, too
-        assert ([h for h in before if h in (str, print)], after) == ([str, print], [repr])
-    finally:
-        for handle in (*own, of_all):
-            handle.remove()
+    before, after = private.hooks_around_step(opt)  # masters of other tests have some, too
+    for handle in (*own, of_all):
+        handle.remove()
+    assert ([h for h in before if h in (str, print)], after) == ([str, print], [repr])
 
 
 def test_nodes_and_backward_passes_are_numbered():
@@ -59,29 +51,24 @@ def test_nodes_and_backward_passes_are_numbered():
 
 
 def test_hooks_of_saved_tensors_are_seen():
-    def keep(t):
-        return t
-
     assert private.saved_tensors_hooks_now() is None
-    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
-        assert private.saved_tensors_hooks_now() == (keep, keep)
+    with torch.autograd.graph.saved_tensors_hooks(id, torch.abs):
+        assert private.saved_tensors_hooks_now() == (id, torch.abs)
 
 
 def test_operations_take_lists_and_a_scale_grows_and_backs_off():
-    grads, found_inf = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(())
-    private.unscale_each_(grads, torch.tensor(0.5), found_inf)
-    assert found_inf == 0
+    grads, half = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.tensor(0.5)
+    found_inf, scale, growth = torch.zeros(()), torch.tensor(8.0), torch.tensor(1).int()
+    private.unscale_each_(grads, half, found_inf)
     assert_same(private.norm_of_each(grads, 1.0), [torch.tensor(3.0), torch.tensor(3.0)])
     assert private.norm_of_each([torch.empty(0)], math.inf) == []  # PyTorch raises an error
     nothing = [torch.empty(0, dtype=torch.bfloat16)]
     assert_same(private.norm_of_each(nothing + grads, math.inf)[-1], torch.tensor(3.0))
-    private.unscale_each_([torch.tensor([torch.inf])], torch.tensor(0.5), found_inf)
-    assert found_inf == 1
-    scale, growth = torch.tensor(8.0), torch.tensor(1, dtype=torch.int32)
-    private.update_scale_(scale, growth, torch.tensor(0.0), 2.0, 0.5, 2)
-    assert (scale, growth) == (16.0, 0)
-    private.update_scale_(scale, growth, torch.tensor(1.0), 2.0, 0.5, 2)
-    assert (scale, growth) == (8.0, 0)
+    private.update_scale_(scale, growth, found_inf, 2.0, 0.5, 2)
+    assert (found_inf, scale, growth) == (0, 16.0, 0)
+    private.unscale_each_([torch.tensor([torch.inf])], half, found_inf)
+    private.update_scale_(scale, growth, found_inf, 2.0, 0.5, 2)
+    assert (found_inf, scale, growth) == (1, 8.0, 0)
 
 
 def test_a_modules_own_tensors_are_changed():
@@ -136,14 +123,6 @@ def test_a_tensor_that_shares_its_storage_is_known():
     assert private.is_shared(nn.Linear(2, 2).share_memory().weight)
 
 
-@pytest.fixture
-def alone():
-    """Join a group of one process."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 def test_a_sharded_module_has_a_policy(alone):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
@@ -156,13 +135,9 @@ def test_fastai_sends_the_order_of_the_samples_by_one_method():
 
 
 def test_private_names_are_used_in_one_module():
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        if path.name in ("torch_private.py", "_modidx.py"):
-            continue
-        text = path.read_text(encoding="utf-8")
-        names = set(re.findall(r"\b(?:torch|nn|distributed|F)(?:\.\w+)*\.(_[a-z]\w*)", text))
-        names -= {name for name in names if name.startswith("_foreach")} | KNOWN
-        if names:
-            found[path.name] = names
-    assert not found
+    package = Path(private.__file__).parent
+    known = {"_python_dispatch", "_subclasses", "_version"}  # modules, and attributes of objects
+    private_name = re.compile(r"\b(?:torch|nn|distributed|F)(?:\.\w+)*\.(_(?!foreach)[a-z]\w*)")
+    for path in {*package.rglob("*.py")} - {Path(private.__file__), package / "_modidx.py"}:
+        found = set(private_name.findall(path.read_text(encoding="utf-8")))
+        assert found <= known, path.name

@@ -6,15 +6,13 @@ from functools import partial
 
 import fastai.callback.schedule  # noqa: F401, gives Learner fit_one_cycle, fine_tune, lr_find
 import torch
-from fastai.basics import Callback, DataLoaders, Learner, params
+from fastai.basics import Callback, DataLoaders, Learner, noop, params
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import SGD, Adam, Lamb, Larc, OptimWrapper, QHAdam, RAdam, RMSProp, ranger
 from nets import DEVICE, Scale
 from torch import nn
 
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
-
-# Optimizers
 
 
 def torch_optimizer(cls, **kwargs):
@@ -33,32 +31,20 @@ ELEMENTWISE = {
     "torch_adamw": torch_optimizer(torch.optim.AdamW),
     "torch_rmsprop": torch_optimizer(torch.optim.RMSprop, momentum=0.9, alpha=0.9),
 }
-OTHERS = {
+OPTIMIZERS = ELEMENTWISE | {
     "larc": Larc,
     "lars": partial(Larc, clip=False),
     "lamb": Lamb,
     "sgd_l2": partial(SGD, mom=0.9, decouple_wd=False),  # writes into gradients
 }
-OPTIMIZERS = ELEMENTWISE | OTHERS
-
-# Models: a few hundred parameters
 
 
 def conv_net(dropout=0.0):
     """Return convolutions and norms, with a parameter of no dimension in between."""
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, bias=False),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        Scale(),
-        nn.Conv2d(4, 4, 3),
-        nn.GroupNorm(2, 4),
-        nn.LeakyReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Dropout(dropout),
-        nn.Linear(4, 2),
-    )
+    first = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), Scale()
+    second = nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.LeakyReLU()
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(4, 2)
+    return nn.Sequential(*first, *second, *head)
 
 
 dropout_net = partial(conv_net, 0.25)
@@ -75,11 +61,8 @@ class Sometimes(nn.Module):
 
     def forward(self, x):
         x = self.body(x)
-        if self.training:
-            self.count += 1
-        if self.count % 3 == 2:
-            x = x + self.sometimes(x)
-        return self.head(x)
+        self.count += self.training
+        return self.head(x + self.sometimes(x) if self.count % 3 == 2 else x)
 
 
 def one_group(model):
@@ -92,9 +75,6 @@ def three_groups(model):
     return [params(model[:2]), params(model[2:6]), params(model[6:])]
 
 
-# Data
-
-
 def images(n, seed=0):
     """Return `n` noisy images of two classes and their labels."""
     noise = torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
@@ -105,9 +85,8 @@ def images(n, seed=0):
 def make_dls(*tensors, n_valid=8, bs=8, n_inp=None, shuffle=False):
     """Return `DataLoaders` over the rows of `tensors`, the last `n_valid` for validation."""
     rows = list(zip(*tensors, strict=True))
-    dls = DataLoaders.from_dsets(
-        rows[:-n_valid], rows[-n_valid:], bs=bs, shuffle=shuffle, num_workers=0, device=DEVICE
-    )
+    sets, how = (rows[:-n_valid], rows[-n_valid:]), dict(bs=bs, shuffle=shuffle, num_workers=0)
+    dls = DataLoaders.from_dsets(*sets, **how, device=DEVICE)
     if n_inp is not None:
         dls.n_inp = n_inp
     return dls
@@ -134,46 +113,21 @@ def image_dls(n=32, **kwargs):
     return make_dls(*images(n + 8), **kwargs)
 
 
-# Learners
-
-
 def silent(learn):
     """Return `learn` without its progress bar and its printed lines."""
-    learn.logger = _print_nothing
+    learn.logger = noop
     if hasattr(learn, "progress"):
         learn.remove_cb(learn.progress)
     return learn
 
 
-def _print_nothing(*_):
-    pass
-
-
-def make_learner(
-    opt="sgd",
-    model=conv_net,
-    splitter=one_group,
-    dls=None,
-    loss_func=None,
-    seed=1,
-    lr=0.05,
-    **kwargs,
-):
+def make_learner(opt="sgd", model=conv_net, splitter=one_group, dls=None, seed=1, lr=0.05, **how):
     """Return a silent learner whose weights follow from `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = model() if not isinstance(model, nn.Module) else model
-    return silent(
-        Learner(
-            image_dls() if dls is None else dls,
-            net,
-            loss_func=CrossEntropyLossFlat() if loss_func is None else loss_func,
-            opt_func=OPTIMIZERS[opt] if isinstance(opt, str) else opt,
-            splitter=splitter,
-            lr=lr,
-            **kwargs,
-        )
-    )
+        net = model if isinstance(model, nn.Module) else model()
+    dls, opt = image_dls() if dls is None else dls, OPTIMIZERS[opt] if isinstance(opt, str) else opt
+    return silent(Learner(dls, net, CrossEntropyLossFlat(), opt, lr, splitter, **how))
 
 
 class Do(Callback):
@@ -191,9 +145,6 @@ class Do(Callback):
         if event_name == self.event and (in_training or not self.only_training):
             if self.at is None or self.count == self.at:
                 self.f(self.learn)
-
-
-# What is compared
 
 
 def plain(o):

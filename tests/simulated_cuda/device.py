@@ -33,12 +33,12 @@ class Counts(NamedTuple):
 
     def __sub__(self, before: "Counts") -> "Counts":
         """What has happened since `before`."""
-        return Counts(*(now - then for now, then in zip(self, before, strict=True)))
+        return Counts(self.launches - before.launches, self.waits - before.waits)
 
 
 def counts() -> Counts:
     """Count since the process began."""
-    return Counts(*(_counter(name).value for name in Counts._fields))
+    return Counts(_counter("launches").value, _counter("waits").value)
 
 
 class Allocated(NamedTuple):
@@ -49,7 +49,6 @@ class Allocated(NamedTuple):
 
 
 def allocated(forget_peak: bool = False) -> Allocated:
-    """Count the bytes that PyTorch has allocated."""
     now, peak = _counter("bytes"), _counter("peak")
     if forget_peak:
         peak.value = now.value
@@ -61,7 +60,6 @@ def _counter(name):
 
 
 def tensors(tree) -> list[Tensor]:
-    """List the tensors in an operation's arguments or results."""
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
@@ -69,11 +67,10 @@ def on_host(t: Tensor) -> Tensor:
     """See the same memory as the host's."""
     if t.device.type != "cuda":
         return t
-    storage = t.untyped_storage()
-    memory = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
-    )
-    seen = torch.empty(0, dtype=t.dtype, device="cpu")
+    storage, cpu = t.untyped_storage(), torch.device("cpu")
+    held = storage.data_ptr(), cpu, storage.nbytes()
+    memory = torch._C._construct_storage_from_data_pointer(*held)
+    seen = torch.empty(0, dtype=t.dtype, device=cpu)
     return seen.set_(memory, t.storage_offset(), t.shape, t.stride())
 
 
@@ -97,7 +94,7 @@ class Numbers(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given, name = tensors((args, kwargs)), func._schema.name.removeprefix("aten::")
-        is_written, is_empty = func._schema.is_mutable, "empty" in name
+        is_written = func._schema.is_mutable
         see = on_host if is_written or len({t.dtype for t in given}) == 1 else widened
         args_there, kwargs_there = tree_map_only(Tensor, see, (args, kwargs))
         if "device" in kwargs:
@@ -108,7 +105,7 @@ class Numbers(TorchDispatchMode):
         out = func(*args, **kwargs)
         made, known = tensors(out), {t.untyped_storage().data_ptr() for t in given}
         fresh = [t.is_cuda and t.untyped_storage().data_ptr() not in known for t in made]
-        if not is_empty and (any(fresh) or is_written and any(t.is_cuda for t in given)):
+        if "empty" not in name and (any(fresh) or is_written and any(t.is_cuda for t in given)):
             results = tensors(func(*args_there, **kwargs_there))
             for to, of, is_fresh in zip(made, results, fresh, strict=True):
                 if is_fresh:
