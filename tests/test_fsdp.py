@@ -61,7 +61,6 @@ def make(n, folder, opt_func=Adam, norm=nn.LayerNorm, dtype=torch.bfloat16, seed
 
 
 def whole(learn):
-    """Return copies of the weights."""
     state = learn.model.state_dict().items()
     return {k: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for k, t in state}
 
@@ -107,7 +106,6 @@ def by_hand(folder):
 
 
 def refused(folder):
-    """Return the messages of what is refused."""
     for words, opt_func, shard in (
         ("matches no module of Sequential", Adam, nn.Conv2d),
         ("has trained before", Adam, nn.Sequential),
@@ -136,8 +134,6 @@ def refused(folder):
 
 
 def work(rank, n, folder):
-    """Return all that the tests look at."""
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
     found = {name: fit(rank, n, folder, **case) for name, case in CASES.items()}
     if n > 1:
         found["by hand"] = by_hand(folder)
@@ -147,7 +143,6 @@ def work(rank, n, folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return what one process and both processes have come to."""
     found = []
     for n in (1, N):
         folder = tmp_path_factory.mktemp("fsdp")
@@ -175,7 +170,6 @@ def test_two_processes_train_as_one(name, runs):
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_saved_file_resumes_and_loads_into_a_plain_learner(name, runs):
-    """With the optimizer's state, of fastai and of torch."""
     for rank in runs[1]:  # the file has the statistics of the first process
         resumed, after = (rank[name][k].items() for k in ("resumed", "next"))
         assert_same({k: t for k, t in resumed if "running" not in k},
