@@ -76,10 +76,15 @@ def batches(bad=None, seed=0, n=8):
     return list(zip(x, y, strict=True))
 
 
-def ends(net, opt, skipped):
-    """Weights, buffers, states and the number of skipped steps, as in files."""
-    state = opt.state_dict()["state"]
-    return copy.deepcopy({"model": dict(net.state_dict()), "opt": state, "skipped": skipped})
+def largest_grad(net):
+    return max(float(p.grad.norm()) for p in net.parameters())
+
+
+def ends(net, opt, logs):
+    """Weights, buffers and states, as in files; the number of skipped steps and the scale."""
+    logs = {"skipped_steps": 0, "loss_scale": 1.0} | logs
+    found = {"model": dict(net.state_dict()), "opt": opt.state_dict()["state"]} | logs
+    return copy.deepcopy(found)
 
 
 def by_hand(dtype, data, accumulate=2, ddp=False, **settings):
@@ -97,7 +102,8 @@ def by_hand(dtype, data, accumulate=2, ddp=False, **settings):
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()
-    return ends(net, opt, opt.masters.n_skipped if dtype else 0)
+    n_skipped = opt.masters.n_skipped if dtype else 0
+    return ends(net, opt, dict(skipped_steps=n_skipped, loss_scale=scaler.get_scale()))
 
 
 def plugins_of(dtype, **settings):
@@ -123,7 +129,7 @@ def by_fabric(dtype, data, accumulate=2, save=None, resume=None, **settings):
             opt.zero_grad()
     if save is not None:
         fabric.save(save, state)
-    return ends(net, own, sum(p.logs.get("skipped_steps", 0) for p in plugins))
+    return ends(net, own, plugins[0].logs if plugins else {})
 
 
 def by_accelerate(dtype, data, accumulate=2, save=None, resume=None, how="", **settings):
@@ -152,7 +158,7 @@ def by_accelerate(dtype, data, accumulate=2, save=None, resume=None, how="", **s
     if save is not None:
         accelerator.save_state(save)
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
-    return ends(net, own, own.masters.n_skipped if dtype else 0)
+    return ends(net, own, accelerator.setup.logs([net]) if dtype else {})
 
 
 class Module(lightning.LightningModule):
@@ -181,8 +187,8 @@ class Module(lightning.LightningModule):
     def predict_step(self, batch, _):
         return self(batch[0])
 
-    def on_train_end(self):  # when the fit has ended the counts are gone
-        self.skipped = getattr(self.trainer.precision_plugin, "logs", {}).get("skipped_steps", 0)
+    def on_train_end(self):  # when the fit has ended they are gone
+        self.logs = getattr(self.trainer.precision_plugin, "logs", {})
 
 
 def trainer_of(plugins, **settings):
@@ -203,7 +209,7 @@ def by_lightning(dtype, data, accumulate=2, save=None, resume=None, **settings):
     if save is not None:
         trainer.save_checkpoint(save)
     assert masters_of(module) is None
-    return ends(module.net, trainer.optimizers[0], module.skipped)
+    return ends(module.net, trainer.optimizers[0], module.logs)
 
 
 def trainer_on(model, rows, path=FOLDER, opt=None, loss=None, **args):
@@ -230,7 +236,7 @@ def by_trainer(dtype, data, accumulate=2, save=None, resume=None, **settings):
     if dtype is not None:
         assert use_masters(trainer, dtype, **settings) is trainer
     trainer.train(resume_from_checkpoint=resume)
-    return ends(net, own, own.masters.n_skipped if dtype else 0)
+    return ends(net, own, trainer.accelerator.setup.logs([net]) if dtype else {})
 
 
 TRAINERS = [by_lightning, by_fabric, by_accelerate, by_trainer]
@@ -249,7 +255,7 @@ def test_a_trainer_ends_as_a_loop_by_hand(train, dtype, flat):
     bad = None if dtype == "fp32" else 4
     found = train(dtype, batches(bad), flat_master=flat)
     assert_same(found, by_hand(dtype, batches(bad), flat_master=flat))
-    assert found["skipped"] == (0 if dtype == "fp32" else 1)
+    assert found["skipped_steps"] == (0 if dtype == "fp32" else 1)
     if dtype == "fp32":
         assert_same(found, train(None, batches()))
 
@@ -259,7 +265,7 @@ def test_half_grads_in_float16_are_unscaled_before_they_are_clipped(train):
     """They are widened there, so the results are near those of float32 gradients."""
     settings = dict(flat_master=True, accumulate=1)
     half, whole = (train("fp16", batches(4), half_grads=h, **settings) for h in (True, False))
-    assert half["skipped"] == whole["skipped"] == 1
+    assert half["skipped_steps"] == whole["skipped_steps"] == 1
     torch.testing.assert_close(half["model"], whole["model"], rtol=1e-2, atol=2e-3)
 
 
@@ -278,7 +284,7 @@ def test_a_resumed_run_ends_as_an_unbroken_one(train, flat, dtype, tmp_path):
     train(dtype, batches(1)[:4], save=path, **settings)
     path += "/checkpoint-2" if train is by_trainer else ""
     resumed = train(dtype, batches(1), resume=path, **settings)
-    assert_same({**resumed, "skipped": 1}, unbroken)
+    assert_same({**resumed, "skipped_steps": 1}, unbroken)
 
 
 @ANY
@@ -296,7 +302,7 @@ def test_a_state_of_any_precision_continues_in_any_other(train, saved, tmp_path)
                 train(loaded, batches(), resume=path)
             continue
         found = train(loaded, batches(), resume=path)
-        assert found["skipped"] == 0
+        assert found["skipped_steps"] == 0
         assert [s["step"] for s in found["opt"].values()] == [4] * 6
         for now, then in zip(found["model"].values(), whole["model"].values(), strict=True):
             torch.testing.assert_close(now, then, rtol=0.05, atol=0.05)
@@ -327,7 +333,7 @@ def test_two_processes_end_as_a_loop_does(tmp_path):
         for dtype in (None, "fp32", "bf16", "fp16"):
             assert_same(found[train.__name__, dtype], found["by_hand", dtype])
             assert_same(found[train.__name__, dtype]["opt"], done[0]["by_hand", dtype]["opt"])
-            assert found["by_hand", dtype]["skipped"] == (dtype in ("bf16", "fp16"))
+            assert found["by_hand", dtype]["skipped_steps"] == (dtype in ("bf16", "fp16"))
         assert_same(found[train.__name__, "fp32"], found["by_hand", None])
 
 
@@ -500,23 +506,17 @@ def test_lightning_validates_tests_and_predicts_in_16_bits_and_fits_again():
 
 
 def test_lightning_logs_and_its_callbacks_read_unscaled_gradients(tmp_path):
-    norms = []
-
-    def watch(trainer, module, optimizer):
-        norms.append(max(float(p.grad.norm()) for p in module.parameters()))
-
-    logger, rates = CSVLogger(str(tmp_path)), cbs.LearningRateMonitor()
-    watch = cbs.LambdaCallback(on_before_optimizer_step=watch)
-    kwargs = dict(logger=logger, log_every_n_steps=2, callbacks=[watch, rates])
-    trainer = trainer_of([MastersPrecision("fp16")], **kwargs)
-    trainer.fit(Module(), loader(batches(3)))
+    norms, logger, rates = [], CSVLogger(str(tmp_path)), cbs.LearningRateMonitor()
+    see = lambda trainer, module, opt: norms.append(largest_grad(module))  # noqa: E731
+    kwargs = dict(callbacks=[cbs.LambdaCallback(on_before_optimizer_step=see), rates])
+    kwargs |= dict(plugins=[MastersPrecision("fp16")], logger=logger, log_every_n_steps=2)
+    trainer_of(**kwargs).fit(Module(), loader(batches(3)))
     assert max(norms[:3]) < 3 and norms[3] != norms[3]  # nan
     with open(logger.log_dir + "/metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    found = [
-        (r["step"], r["skipped_steps"], float(r["loss_scale"])) for r in rows if r["loss_scale"]
-    ]
-    assert found == [("0", "0", 2**16), ("2", "0", 2**16), ("4", "1", 2**15), ("6", "1", 2**15)]
+    keys = "step", "skipped_steps", "loss_scale"
+    found = [tuple(float(r[k]) for k in keys) for r in rows if r["loss_scale"]]
+    assert found == [(0, 0, 2**16), (2, 0, 2**16), (4, 1, 2**15), (6, 1, 2**15)]
     assert any(r["lr-AdamW"] for r in rows)
 
 
@@ -612,7 +612,7 @@ def test_accelerate_unscales_the_gradients_of_all_optimizers():
     for which in (None, prepared[2:]):
         accelerator.unscale_gradients(which)
         for net in nets:
-            assert 0 < max(float(p.grad.norm()) for p in net.parameters()) < 3
+            assert 0 < largest_grad(net) < 3
 
 
 # Hugging Face
@@ -650,7 +650,7 @@ def trained(kind, dtype, path, resume=None, flat=False, **more):
     trainer.train(resume_from_checkpoint=resume)
     losses = [h["eval_loss"] for h in trainer.state.log_history if "eval_loss" in h]
     opt = trainer.optimizer.optimizer
-    return ends(trainer.model, opt, 0) | {"losses": losses}, trainer
+    return ends(trainer.model, opt, {}) | {"losses": losses}, trainer
 
 
 @KIND
