@@ -6,11 +6,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import distributed
@@ -27,13 +27,14 @@ def on_ranks(
 ) -> list:
     """Run `work(rank)` in `n` processes; return all results, which `torch.save` can write.
 
-    `preload` names modules that all processes need; they are imported once.
-    Raises: TimeoutError after `SECONDS`; RuntimeError with what was raised, or how a process ended.
+    All need the modules `preload`, which are imported once. Raises: TimeoutError after `SECONDS`;
+    RuntimeError with what was raised, or how a process ended.
     """
     context: Any = get_context(method)
     context.set_forkserver_preload(["ranks", *preload])
     processes = [context.Process(target=_run, args=(work, r, n, str(folder))) for r in range(n)]
-    with _path_for_children():
+    # so that the fork server finds the modules to preload; else each child imports them again
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         for process in processes:
             process.start()
     in_time = _wait(processes, folder, time.monotonic() + SECONDS)
@@ -56,19 +57,6 @@ def run_as_script(file: str, folder: Path) -> None:
     subprocess.run([sys.executable, "-W", "ignore", file, folder], env=env, timeout=900, check=True)
 
 
-@contextmanager
-def _path_for_children():
-    "Let the fork server find the modules to preload; else each child imports them again."
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    try:
-        yield
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
-
-
 def _wait(processes, folder, deadline):
     "Wait for all results; False if time runs out. A process that dies ends the waiting."
     while waiting := [p.sentinel for p in processes if p.exitcode is None]:
@@ -87,14 +75,12 @@ def _read(file, process):
 
 
 def _run(work, rank, n, folder):
+    env = dict(RANK=rank, LOCAL_RANK=rank, GROUP_RANK=0, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n)
+    env |= dict(TORCHELASTIC_RUN_ID=0, MASTER_ADDR="localhost", MASTER_PORT=1)  # not dialled
+    os.environ |= {k: str(v) for k, v in env.items()}  # as torchrun does
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=n,
-        timeout=timedelta(seconds=SECONDS / 2),
-    )
+    meet = dict(init_method=f"file://{folder}/meet", rank=rank, world_size=n)
+    distributed.init_process_group("gloo", **meet, timeout=timedelta(seconds=SECONDS / 2))
     try:
         result = work(rank)
     except Exception:

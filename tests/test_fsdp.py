@@ -44,11 +44,9 @@ def make(n, folder, opt_func=Adam, norm=nn.LayerNorm, dtype=torch.bfloat16, seed
     """Return a Learner; the batches of one process consist of those of both."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     samples = list(zip(x, (x[:, 0] > 0).long(), strict=True))
-    order = range(64)
-    if n == 1:
-        order = [r * 32 + 8 * j + i for j in range(4) for r in range(N) for i in range(8)]
+    of_both = [samples[r * 32 + 8 * j + i] for j in range(4) for r in range(N) for i in range(8)]
     given = dict(bs=16 // n, num_workers=0)
-    train = TfmdDL([samples[i] for i in order], shuffle=False, **given)
+    train = TfmdDL(of_both if n == 1 else samples, shuffle=False, **given)
     dls = DataLoaders(train, TfmdDL(samples[:30], **given), device="cpu")
     torch.manual_seed(seed)
     block = nn.Sequential(nn.Linear(8, 32), norm(32), nn.ReLU())
@@ -61,7 +59,6 @@ def make(n, folder, opt_func=Adam, norm=nn.LayerNorm, dtype=torch.bfloat16, seed
 
 
 def whole(learn):
-    """Return copies of the weights."""
     state = learn.model.state_dict().items()
     return {k: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for k, t in state}
 
@@ -107,28 +104,23 @@ def by_hand(folder):
 
 
 def refused(folder):
-    """Return the messages of what is refused."""
-    for words, opt_func, shard in (
-        ("matches no module of Sequential", Adam, nn.Conv2d),
-        ("has trained before", Adam, nn.Sequential),
-        ("has trained before", TORCH, nn.Sequential),
+    old, other = (make(N, folder, opt_func=opt_func) for opt_func in (Adam, TORCH))
+    old.fit(1), other.fit(1)
+    flat = make(N, folder, dtype=torch.float32).to_bf16(flat_master=True)
+    for words, learn, shard in (
+        ("matches no module of Sequential", make(N, folder), nn.Conv2d),
+        ("has trained before", old, nn.Sequential),
+        ("has trained before", other, nn.Sequential),
+        ("flat_master: not for a sharded model", flat, nn.Sequential),
     ):
-        learn = make(N, folder, opt_func=opt_func)
-        if "trained" in words:
-            learn.fit(1)
         with pytest.raises((MixedPrecisionError, ValueError), match=words):
             with learn.fsdp_ctx(shard=shard):
                 pass
+        assert not has_shards(learn.model) and masters_of(learn.model) is not None
     for dtype in (torch.float32, torch.bfloat16):
-        learn = make(N, folder, dtype=dtype)
-        with learn.fsdp_ctx(shard=nn.Sequential):
+        with make(N, folder, dtype=dtype).fsdp_ctx(shard=nn.Sequential) as learn:
             with pytest.raises(MixedPrecisionError, match="lr_find would hang"):
                 learn.lr_find(show_plot=False)
-    learn = make(N, folder, dtype=torch.float32).to_bf16(flat_master=True)
-    with pytest.raises(MixedPrecisionError, match="flat_master: not for a sharded model"):
-        with learn.fsdp_ctx(shard=nn.Sequential):
-            pass
-    assert not has_shards(learn.model) and masters_of(learn.model) is not None
     os.environ.pop("WORLD_SIZE")
     with pytest.raises(MixedPrecisionError, match="start the script with torchrun"):
         with make(1, folder).fsdp_ctx(shard=nn.Sequential):
@@ -136,8 +128,6 @@ def refused(folder):
 
 
 def work(rank, n, folder):
-    """Return all that the tests look at."""
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
     found = {name: fit(rank, n, folder, **case) for name, case in CASES.items()}
     if n > 1:
         found["by hand"] = by_hand(folder)
@@ -147,7 +137,6 @@ def work(rank, n, folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return what one process and both processes have come to."""
     found = []
     for n in (1, N):
         folder = tmp_path_factory.mktemp("fsdp")
@@ -175,7 +164,6 @@ def test_two_processes_train_as_one(name, runs):
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_saved_file_resumes_and_loads_into_a_plain_learner(name, runs):
-    """With the optimizer's state, of fastai and of torch."""
     for rank in runs[1]:  # the file has the statistics of the first process
         resumed, after = (rank[name][k].items() for k in ("resumed", "next"))
         assert_same({k: t for k, t in resumed if "running" not in k},

@@ -31,17 +31,16 @@ N_EPOCHS = 3
 
 
 def learner(rank, folder, n):
-    """Train a fastai learner, with our callback."""
+    """Return the first epoch of a fit, and what it ends in."""
     tiny.be_distributed(rank, n)
     dls = tiny.make_dls(*tiny.images(88), bs=8, shuffle=True)
     learn = tiny.make_learner("adam", tiny.dropout_net, dls=dls, path=folder)
     learn.to_fp16(flat_master=True, loss_scale=2.0**19, growth_interval=3)  # steps are skipped
     torch.manual_seed(rank)  # each drops other activations
-    checkpoint = Checkpoint("run")
-    cbs = [checkpoint, GradientAccumulation(12)]  # of five batches one goes into the next epoch
+    cbs = [Checkpoint("run"), GradientAccumulation(12)]  # of five batches one is the next epoch's
     (folder / learn.model_dir).mkdir(exist_ok=True)
     with learn.distrib_ctx(sync_bn=False, cpu=True):
-        start = checkpoint.resume(learn)
+        start = cbs[0].resume(learn)
         learn.fit(N_EPOCHS, 0.02, cbs=cbs, start_epoch=start)
     return start, tiny.weights(learn), tiny.opt_state(learn), learn.mp_cb.loss_scale
 
@@ -50,21 +49,20 @@ def start(rank, folder, n, victim=None, last=None):
     """Train in a process, which may be the victim; count its calls, note those that write."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
-    numbers, writes, last = count(), [], last if rank == victim else None
+    numbers, writes = count(), []
 
     def see(frame, event, _):
         n = next(numbers)
-        if n == last:
+        if (rank, n) == (victim, last):
             os.kill(os.getpid(), signal.SIGKILL)
         if frame.f_code.co_name == "save_checkpoint":
             writes.append(n)
 
     sys.setprofile(see)
     try:
-        ends = learner(rank, folder, n)
+        return learner(rank, folder, n), next(numbers), writes
     finally:
         sys.setprofile(None)
-    return ends, next(numbers), writes
 
 
 def runs(folder, n):
@@ -73,9 +71,8 @@ def runs(folder, n):
 
     def on(name, n=2, **kwargs):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        meet = Path(tempfile.mkdtemp(dir=folder))
         work = partial(start, folder=folder / name, n=n, **kwargs)
-        return on_ranks(n, work, meet, method="fork")
+        return on_ranks(n, work, Path(tempfile.mkdtemp(dir=folder)), method="fork")
 
     whole = on("whole")
     for i in range(n):

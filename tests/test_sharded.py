@@ -34,39 +34,43 @@ PLACED = {  # by name: the dimensions of the mesh that it is on, and how
 }
 
 
-def verdict(mesh, rank, names, spoiled, where, value):
-    """Return what this rank finds where the gradient `spoiled` holds `value` on rank `where`."""
-    params = [nn.Parameter(torch.zeros(2, 2))]  # a plain one beside them
-    params[0].grad = torch.ones(2, 2)
-    for name in names:
-        dims, places = PLACED[name]
-        part = mesh[tuple(dims.split())]
-        grad = torch.ones(2, 2)
-        if name == spoiled and rank == where:
-            grad[1, 1] = value
-        p = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), part, places, run_check=False))
-        p.grad = DTensor.from_local(grad, part, places, run_check=False)
-        params.append(p)
+def finds(params):
+    """Return whether a scaler finds inf or nan in gradients, and unscales them."""
     opt, scaler = torch.optim.SGD(params, lr=1.0, foreach=False), LossScaler("cpu", 4.0)
-    scaler.scale(torch.zeros(()))
-    scaler.unscale_(opt)
-    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
-    return bool(scaler.known_of(opt).found_inf), [g.flatten()[0].item() for g in grads]
-
-
-def partial_sum(mesh):
-    """Return what is found where terms are finite and their sum is not."""
-    line = mesh["columns"]
-    p = nn.Parameter(DTensor.from_local(torch.zeros(2), line, [Replicate()], run_check=False))
-    p.grad = DTensor.from_local(torch.full((2,), 3e38), line, [Partial()], run_check=False)
-    opt, scaler = torch.optim.SGD([p], lr=1.0), LossScaler("cpu", 1.0)
     scaler.scale(torch.zeros(()))
     scaler.unscale_(opt)
     return bool(scaler.known_of(opt).found_inf)
 
 
+def shared(mesh, places, grad):
+    """Return a parameter that processes share, with this part of its gradient."""
+    p, p_grad = (DTensor.from_local(t, mesh, places, run_check=False) for t in (grad * 0, grad))
+    p = nn.Parameter(p)
+    p.grad = p_grad
+    return p
+
+
+def verdict(mesh, rank, names, spoiled=None, where=0, value=0.0):
+    """Return what this rank finds where the gradient `spoiled` holds `value` on rank `where`."""
+    params = [nn.Parameter(torch.zeros(2, 2))]  # a plain one beside them
+    params[0].grad = torch.ones(2, 2)
+    for name in names:
+        grad = torch.ones(2, 2)
+        if name == spoiled and rank == where:
+            grad[1, 1] = value
+        dims, places = PLACED[name]
+        params.append(shared(mesh[tuple(dims.split())], places, grad))
+    return finds(params), [local(p.grad).flatten()[0].item() for p in params]
+
+
+def partial_sum(mesh):
+    p = shared(mesh["columns"], [Replicate()], torch.zeros(2))
+    terms = torch.full((2,), 3e38)
+    p.grad = DTensor.from_local(terms, mesh["columns"], [Partial()], run_check=False)
+    return finds([p])
+
+
 def net():
-    """Return a small network, always the same."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
 
@@ -78,43 +82,43 @@ def local(tree):
     return tree.to_local() if isinstance(tree, DTensor) else tree
 
 
-def policy(dtype=torch.bfloat16, **settings):
-    """Return a policy as it should be, or with other `settings`."""
-    given = dict(param_dtype=dtype, reduce_dtype=torch.float32) | settings
-    return MixedPrecisionPolicy(**given)
+def state_of(model):
+    """Return this process's parameters, and the number of hooks of all kinds."""
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"
+    hooks = [len(getattr(m, kind)) for m in model.modules() for kind in kinds]
+    return [local(p) for p in model.parameters()], hooks
 
 
-def sharded(mesh, block=None, root=None, norm=False):
-    """Return a network with a sharded block in it."""
+policy = partial(MixedPrecisionPolicy, torch.bfloat16, torch.float32)
+
+
+def sharded(mesh, block=None, norm=False):
     model = nn.Sequential(net(), nn.BatchNorm1d(3, affine=norm))
     fully_shard(model[0], mesh=mesh, mp_policy=block or policy())
-    return fully_shard(model, mesh=mesh, mp_policy=root or policy(output_dtype=torch.float32))
+    return fully_shard(model, mesh=mesh, mp_policy=policy(output_dtype=torch.float32))
 
 
 def refused(mesh):
-    """Return what is raised for sharded models, and whether the last still trains as it was."""
-    bf16, single = dict(dtype=torch.bfloat16), net()
+    bf16, single, averages = dict(dtype="bf16"), net(), MixedPrecisionPolicy(torch.bfloat16)
     fully_shard(single[0], mesh=mesh, mp_policy=policy())
     cases = {
         "flat_master: not for": (sharded(mesh), dict(bf16, flat_master=True)),
         "keep_fp32: not for": (sharded(mesh), dict(bf16, keep_fp32="0")),
         "`0` computes in torch.float32": (sharded(mesh, MixedPrecisionPolicy()), bf16),
         "`FSDPSequential` computes in torch.bfloat16": (sharded(mesh), dict(dtype="fp16")),
-        "averages its gradients in torch.bfloat16": (
-            sharded(mesh, policy(reduce_dtype=None)), bf16,
-        ),
+        "averages its gradients in torch.bfloat16": (sharded(mesh, averages), bf16),
         "`2` is in no sharded module": (single, bf16),
         "`1` keeps running statistics": (sharded(mesh, norm=True), bf16),
-    }  # fmt: skip
+    }
     found = {}
     for words, (model, settings) in cases.items():
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        before, hooks = [local(p) for p in model.parameters()], n_hooks(model)
+        before = state_of(model)
         with pytest.raises(MixedPrecisionError) as e:
             with_masters(model, opt, **settings)
         found[words] = str(e.value)
-        assert_same([local(p) for p in model.parameters()], before)
-        assert n_hooks(model) == hooks and "masters" not in vars(opt)
+        assert_same(state_of(model), before)
+        assert "masters" not in vars(opt)
     learn = make_learner(model=sharded(mesh))
     for mix in (
         lambda: MixedTraining(Policy(dtype="bf16"), layer_scales={}).attach(sharded(mesh)),
@@ -169,14 +173,7 @@ def with_shards_as_masters(mesh, rank, folder):
     return ends, last, resumed, skipped, str(audit), again
 
 
-def n_hooks(model):
-    """Count hooks of the forward pass and of files."""
-    kinds = "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"
-    return [len(getattr(m, kind)) for m in model.modules() for kind in kinds]
-
-
 def work(rank, folder):
-    """Return all that the tests look at."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     line = init_device_mesh("cpu", (N,))
     orders = list(PLACED), list(PLACED)[1:]  # with a mesh of all processes first, and of some
@@ -188,7 +185,7 @@ def work(rank, folder):
             for where in range(N)
             for value in (math.inf, math.nan)
         },
-        "healthy": [verdict(grid, rank, names, None, 0, 0.0) for names in orders],
+        "healthy": [verdict(grid, rank, names) for names in orders],
         "sum": partial_sum(grid),
         "refused": refused(line),
         "with_masters": with_shards_as_masters(line, rank, folder),
@@ -197,10 +194,8 @@ def work(rank, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What four processes have come to."""
     folder = tmp_path_factory.mktemp("ranks")
-    given = partial(work, folder=folder / "saved")
-    return on_ranks(N, given, folder, ("test_sharded",))
+    return on_ranks(N, partial(work, folder=folder / "saved"), folder, ("test_sharded",))
 
 
 def test_all_processes_agree_whatever_mesh_a_gradient_is_on(ranks):
