@@ -144,6 +144,8 @@ class MastersPrecision:
         while self.fresh:  # Fabric may have sharded it
             self.setup.attach(self.fresh.pop())
         forward = next(filter(None, map(forward_of, self.models)), None)
+        for masters in filter(None, map(masters_of, self.models)):
+            masters.begin_pass()  # parts may be called without the whole model
         with ExitStack() as stack:
             if forward is not None and forward.copies is not None:
                 # the weights may change inside

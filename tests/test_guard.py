@@ -24,6 +24,7 @@ from torch.amp import GradScaler
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
 from mixedfp import scaler as scalers
 from mixedfp.cast import Policy
+from mixedfp.engine.forward import computing
 from mixedfp.formats import MixedPrecisionError
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
@@ -237,6 +238,33 @@ def test_only_buffers_that_change_are_copied_and_restored(fused, late, monkeypat
         else:
             assert not torch.equal(model.mean, before["mean"]) and model.count > before["count"]
     assert copied and max(t.numel() for t in copied) < 512
+
+
+def test_statistics_that_are_loaded_before_a_skipped_step_stay_as_loaded():
+    model = norm_net()
+    model, opt = with_masters(model, SGD(model.parameters(), 0.1), dtype="bf16")
+    state = copy.deepcopy(model.state_dict())
+    state["1.running_mean"].fill_(3.0)
+    model(X).sum().backward()  # without a step
+    model.load_state_dict(state)
+    model(X * INF).sum().backward()
+    opt.step()
+    assert opt.masters.n_skipped == 1
+    assert_same(dict(model.state_dict()), dict(state))
+
+
+def test_a_skip_restores_what_a_part_has_changed_before_the_whole_model():
+    model = norm_net()
+    model, opt = with_masters(model, SGD(model.parameters(), 0.1), dtype="bf16")
+    for factor in (1.0, INF):
+        before = copy.deepcopy(dict(model.state_dict()))
+        opt.zero_grad()
+        with computing(model):
+            part = model[:2](X * factor)
+        (part.sum() + model(X).sum()).backward()
+        opt.step()
+    assert opt.masters.n_skipped == 1
+    assert_same(dict(model.state_dict()), before)
 
 
 def test_the_verdict_is_a_value_and_the_gradients_are_read_once(monkeypatch):

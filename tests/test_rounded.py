@@ -251,7 +251,7 @@ class Nested(nn.Module):
 
 
 @flats
-@pytest.mark.parametrize("how", [(True,), (False,), (True, limit_own)], ids=str)
+@pytest.mark.parametrize("how", [(True,), (False,), (True, limit_own)], ids=["grad", "no_grad", "hook"])
 def test_a_model_called_inside_its_own_pass_shares_the_copies(how, flat, n_rounded):
     """A hook that is added in a pass counts from the next one."""
     full, half, _ = pair(Nested, *how, flat_master=flat)

@@ -548,6 +548,17 @@ def test_lightning_skips_a_training_step_that_returns_none():
     assert_same(dict(skipping.state_dict()), dict(half.state_dict()))
 
 
+def test_lightning_restores_what_a_part_has_changed_before_the_whole_module():
+    class Mixed(Module):
+        def training_step(self, batch, i):
+            return 0.5 * self.net(batch[0]).sum() + super().training_step(batch, i)
+
+    module = Mixed()
+    trainer_of([MastersPrecision("bf16")]).fit(module, loader(batches(bad=3)))
+    assert module.logs["skipped_steps"] == 1
+    assert all(b.isfinite().all() for b in module.buffers())
+
+
 AVERAGES = {
     "swa": lambda: cbs.StochasticWeightAveraging(0.01, swa_epoch_start=2),
     "ema": lambda: cbs.EMAWeightAveraging(decay=0.9),

@@ -264,6 +264,8 @@ def computing(model: nn.Module) -> Iterator[None]:
     if forward is None or forward.copies is None:
         yield
         return
+    if forward.masters is not None and not is_compiling():
+        forward.masters.begin_pass()
     lock, autocast, on_cpu = forward._modes()
     with lock, Passes(forward.copies), Passes(forward.copies):
         forward.copies.__enter__()
