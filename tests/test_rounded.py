@@ -250,8 +250,11 @@ class Nested(nn.Module):
         return y + self.linear(y)
 
 
+INSIDE = {"grad": (True,), "no_grad": (False,), "hook": (True, limit_own)}
+
+
 @flats
-@pytest.mark.parametrize("how", [(True,), (False,), (True, limit_own)], ids=["grad", "no_grad", "hook"])
+@pytest.mark.parametrize("how", INSIDE.values(), ids=INSIDE)
 def test_a_model_called_inside_its_own_pass_shares_the_copies(how, flat, n_rounded):
     """A hook that is added in a pass counts from the next one."""
     full, half, _ = pair(Nested, *how, flat_master=flat)

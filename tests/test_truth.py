@@ -6,6 +6,7 @@ Oracles: the same script in float32, and the same script without what must chang
 import copy
 import gc
 import operator
+import pickle
 import sys
 
 import pytest
@@ -242,6 +243,17 @@ def test_out_of_memory_in_with_masters_leaves_a_float32_model(owner, name, flat,
     assert_same(model(X), net()(X))
     assert (model[0].weight.grad == 1).all()
     mixed(model, flat_master=flat)[0](X).sum().backward()
+
+
+class Named(nn.Linear):
+    forward = lambda self, x: nn.functional.linear(x, self.weight)  # noqa: E731
+
+
+def test_a_pickle_of_any_forward_is_a_plain_model():
+    model, _ = mixed(Named(16, 4, bias=False))
+    twin = pickle.loads(pickle.dumps(model))
+    assert type(twin.forward) is type(Named(1, 1).forward)
+    torch.testing.assert_close(twin(X), X @ model.weight.T)
 
 
 def test_another_learner_trains_the_float32_weights_and_gets_no_masters():

@@ -28,8 +28,9 @@ class PassForward(WrappedForward):
     "A wrapper for mixed precision, of which a copy or pickle of its module has none."
 
     def __reduce__(self) -> tuple:
-        """Return how to make the module's own forward pass."""
-        return _same, (self.own,)
+        """Return how to make the module's own forward pass; a bound lambda cannot be pickled."""
+        is_of_class = getattr(self.own, "__func__", 0) is getattr(type(self.module), "forward", None)
+        return (getattr, (self.module, "forward")) if is_of_class else (_same, (self.own,))
 
 def _same(own):
     return own
