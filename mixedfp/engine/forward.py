@@ -29,8 +29,10 @@ class PassForward(WrappedForward):
 
     def __reduce__(self) -> tuple:
         """Return how to make the module's own forward pass; a bound lambda cannot be pickled."""
-        is_of_class = getattr(self.own, "__func__", 0) is getattr(type(self.module), "forward", None)
-        return (getattr, (self.module, "forward")) if is_of_class else (_same, (self.own,))
+        of_class = getattr(type(self.module), "forward", None)
+        if getattr(self.own, "__func__", self) is of_class:
+            return getattr, (self.module, "forward")
+        return _same, (self.own,)
 
 def _same(own):
     return own
