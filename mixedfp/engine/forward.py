@@ -111,7 +111,8 @@ class HalfForward(PassForward):
             name = str(dtype).removeprefix("torch.")
             warn_once(
                 f"this CPU has no fast {name} arithmetic, so {name} training runs at about "
-                "float32's speed, with results as on a GPU. native=True uses PyTorch's kernels"
+                "float32's speed, with results as on a GPU. with_masters(..., native=True) uses "
+                "PyTorch's kernels"
             )
         return (
             nullcontext() if is_compiling() else self.copies.lock,
