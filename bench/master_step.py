@@ -48,14 +48,13 @@ class Params(nn.Module):
         torch.manual_seed(0)
         self.params = nn.ParameterList([nn.Parameter(torch.randn(size)) for _ in range(n)])
 
-    def forward(self, x):
-        """Return `x`."""
-        return x
+    def forward(self):
+        """Return a loss that depends on all parameters."""
+        return torch.stack([p.square().sum() for p in self.params]).sum()
 
     def set_grads(self) -> None:
-        """Give each parameter a gradient, in the dtype that autograd would give it."""
-        for p in self.parameters():
-            p.grad = torch.randn_like(p, dtype=p.grad_dtype or p.dtype)
+        """Give each parameter a gradient, where and in the dtype that a backward pass does."""
+        self().backward()
 
 
 def by_hand(model: Params, make: Callable) -> Callable[[], None]:
