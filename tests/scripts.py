@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, prune
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.testing import assert_close
 
 from mixedfp.engine.forward import computing
@@ -175,6 +175,26 @@ def images(step):
     return x, y
 
 
+def classifier(run):
+    """An image classifier: nesterov, one cycle, label smoothing, clipping."""
+    low = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+    high = nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
+    model = nn.Sequential(*low, *high, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 4))
+    opt = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    schedule = OneCycleLR(opt, 0.05, total_steps=41)
+    run.begin(model, opt=opt, schedule=schedule)
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def loss_of(m, step):
+        x, y = images(step)
+        return criterion(m(x), y)
+
+    for step in run.steps(40):
+        run.descend(opt, loss_of(model, step), clip=5.0)
+        schedule.step()
+    return model, lambda m: loss_of(m.eval(), 10**6)
+
+
 def gan(run):
     """A DCGAN: two networks, two optimizers, three backward passes a step."""
     deconv = nn.ConvTranspose2d(8, 3, 4, 2, 1)
@@ -329,6 +349,43 @@ def diffusion(run):
             assert_same(dict(model.state_dict()), before)
     check(ema, by_hand)
     return model, lambda m: loss_of(m, 10**6)
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.affine, self.action, self.value = nn.Linear(4, 32), nn.Linear(32, 2), nn.Linear(32, 1)
+
+    def forward(self, x):
+        x = F.relu(self.affine(x))
+        return F.softmax(self.action(x), dim=-1), self.value(x)
+
+
+def actor_critic(run):
+    """An actor-critic, as in PyTorch's examples: the losses of a whole episode."""
+    model = Policy()
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    run.begin(model, opt=opt)
+
+    def episode(m, step):
+        state = noise(step, 16, 4)
+        probs, value = (out.float() for out in m(state))
+        draw = torch.rand(16, generator=torch.Generator().manual_seed(step))
+        action = (draw > probs[:, 0].detach()).long()
+        reward = (action == (state[:, 0] > 0)).float()
+        log_prob = probs.gather(1, action[:, None]).squeeze(1).log()
+        policy_loss = -(log_prob * (reward - value.squeeze(1).detach())).sum()
+        return policy_loss + F.smooth_l1_loss(value.squeeze(1), reward, reduction="sum")
+
+    for step in run.steps(60):
+        run.descend(opt, episode(model, step))
+
+    def regret(m):
+        state = noise(10**6, 64, 4)
+        right = (state[:, 0] > 0).long()
+        return 1 - m(state)[0].float().gather(1, right[:, None]).mean()
+
+    return model, regret
 
 
 class FCN(nn.Module):
@@ -507,4 +564,5 @@ def hogwild(run, model, steps, rank=None, in_turns=True):
             distributed.barrier()
 
 
-SCRIPTS = [gpt, gan, vae, word_lm, diffusion, segmentation, mean_teacher, dqn, lottery, ewc]
+SCRIPTS = [gpt, classifier, gan, vae, word_lm, diffusion, actor_critic, segmentation, mean_teacher]
+SCRIPTS += [dqn, lottery, ewc]
