@@ -10,7 +10,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Collection
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
 import torch
@@ -85,15 +85,6 @@ class BufferSnapshot:
                 self.restore(None, torch.stack(flags).amin() if flags else None)
             self.save()
             self.n_ends = 0
-        elif any(starmap(self._is_rewritten, self.kept.items())):  # as by `load_state_dict`
-            self.save()
-
-    def _is_rewritten(self, key, known):
-        "Return whether statistics were written outside of passes, which increment no version."
-        (m, k), (b, version, _) = key, known
-        if b is None or not self.has_statistics.get(m):
-            return False
-        return m._buffers.get(k) is not b or b.is_floating_point() and b._version != version
 
     def end(self, n_optimizers: int) -> None:  # that step the model
         "End a step. Compiled passes do not call `begin`, so their buffers are saved now."
