@@ -5,6 +5,7 @@ At the end `state_dtype=`: second moments in bfloat16 move, are reproducible, an
 
 import io
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -343,3 +344,15 @@ def test_chunks_are_rounded_with_noise_of_their_own():
             opt.step()
     rows = opt.state[model.weight]["exp_avg_sq"].view(4, 64)
     assert len({tuple(row.tolist()) for row in rows}) == 4
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_gradients_are_freed_when_they_are_cleared(factor):
+    """Also those of a step that was skipped."""
+    model = Net()
+    model, opt = with_masters(model, torch.optim.AdamW(model.parameters()), flat_master=True)
+    (model(X).square().mean() * factor).backward()
+    opt.step()
+    grads = [weakref.ref(p.grad) for p in model.parameters()]
+    opt.zero_grad()
+    assert not any(ref() is not None for ref in grads)

@@ -8,7 +8,7 @@ from pathlib import Path
 from notebooks import ROOT
 
 LINES, CODE, MODULES, FUNCTION = 6975, 4980, 30, 60  # all lines of all modules
-TEST_LINES, SCRIPT_LINES = 11900, 3730  # bench and tools
+TEST_LINES, SCRIPT_LINES = 11910, 3730  # bench and tools
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 
 
