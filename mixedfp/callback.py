@@ -386,7 +386,7 @@ def precision_report(
 ) -> report.PrecisionReport:
     """Compare the model in 16 bits with itself in float32, module by module; nothing is changed.
 
-    Sync: reads numbers from every module. Raises: as `precision_report`.
+    Waits for the device: numbers from every module. Raises: as `precision_report`.
     """
     check_steps("n_batches", n_batches)
     cb = vars(self).get("mp_cb")

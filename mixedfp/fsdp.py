@@ -21,9 +21,9 @@ from fastai.learner import Learner, join_path_file, load_model
 from fastcore.basics import patch
 from torch import distributed, nn
 
-from .engine.optimizers import core_of
 from .formats import MixedPrecisionError
 from .nested import map_tensors
+from .scaler import core_of
 from .sharded import check_settings, has_shards, is_sharded, sharded_modules
 from .torch_private import NORMS
 
@@ -62,7 +62,7 @@ def _from_rank(order, rank):
 
 # %% ../nbs/guides/several_processes.ipynb #f5d90004
 def _gathered(t):
-    "Return all of `t` on the CPU of the first process, nothing elsewhere. Sync: all take part."
+    "Return all of `t` on the CPU of the first process, nothing elsewhere. All processes take part."
     if not is_sharded(t):
         return t
     whole = t.detach().full_tensor()
@@ -80,7 +80,7 @@ def _cut(whole, like):
 
 
 def _save(learn, file, with_opt=True, **kwargs):
-    "Write one file of whole float32 tensors, like `Learner.save`. Sync: all processes take part."
+    "Write one file of whole float32 tensors, like `Learner.save`. All processes take part."
     path = join_path_file(file, learn.path / learn.model_dir, ext=".pth")
     state = learn.model.state_dict()
     if with_opt and learn.opt is not None:
@@ -93,7 +93,7 @@ def _save(learn, file, with_opt=True, **kwargs):
 
 
 def _load(learn, file, device=None, **kwargs):
-    "Read a `Learner.save` file; each process keeps its part. Sync: all wait for each other."
+    "Read a `Learner.save` file; each process keeps its part. All wait for each other."
     if learn.opt is None:
         learn.create_opt()
     params = [p for ps in learn.opt.param_lists for p in ps]
@@ -127,7 +127,7 @@ def fsdp_ctx(
     Call `to_bf16()` or `to_fp16()` before. The model stays sharded after the block; inside it and
     later, `save` writes one whole float32 file, which any Learner loads. Raises: ValueError if
     `shard` matches no module; MixedPrecisionError outside of `torchrun`, or if the Learner has
-    trained before. Sync: one broadcast for each parameter and buffer.
+    trained before. Each parameter and buffer is broadcast.
     """
     if "WORLD_SIZE" not in os.environ:
         raise MixedPrecisionError(

@@ -6,7 +6,6 @@
 __all__ = ['LayerInfo', 'has_scale', 'LayerwiseGradientScaler']
 
 # %% ../nbs/07_layerwise.ipynb #3e18804b
-import math
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from . import torch_private as private
 from .formats import MixedPrecisionError
-from .nested import check_factors, check_positive, check_steps
+from .nested import check_growth, check_positive
+from .scaler import any_nonfinite
 
 # %% ../nbs/07_layerwise.ipynb #764cd9cd
 @dataclass(eq=False)
@@ -139,18 +139,6 @@ def has_scale(module: nn.Module) -> bool:
     return any(f is not None and module in f.__self__.modules for f in hooks)
 
 # %% ../nbs/07_layerwise.ipynb #ebd23998
-def _with_nonfinite_grads(model):
-    "Return the parameters with inf or nan in their gradients. Sync: once."
-    grads = {p: p.grad.detach() for p in model.parameters() if p.grad is not None}
-    values = {p: g.coalesce().values() if g.is_sparse else g for p, g in grads.items()}
-    values = {p: v for p, v in values.items() if v.numel()}
-    if not values:
-        return set()
-    device, largest = next(iter(values)).device, private.norm_of_each([*values.values()], math.inf)
-    flags = torch.stack([n.float().to(device) for n in largest]).isfinite().tolist()
-    return {p for p, is_finite in zip(values, flags, strict=True) if not is_finite}
-
-
 def _check_scales(scales, model):
     if not isinstance(scales, Mapping):
         raise TypeError(f"`layer_scale_dict` is {scales!r}: expected a dict of names and scales")
@@ -180,7 +168,7 @@ class LayerwiseGradientScaler:
     without a scale uses that of the innermost module with one. A layer without parameters backs off
     with any other.
     Raises: TypeError, ValueError for wrong settings; MixedPrecisionError for calls out of order,
-    and for graphs that cannot be scaled layer by layer. Sync: `unscale` reads once.
+    and for graphs that cannot be scaled layer by layer. `unscale` waits for the device once.
     Source: fairscale 0.4, `layerwise_gradient_scaler`, for the method names; there a module divides
     by the scale of the one defined after it, here each edge of the graph has a factor.
     """
@@ -194,10 +182,10 @@ class LayerwiseGradientScaler:
         growth_interval: int = 10000,  # clean steps, > 0
     ):
         scales = _check_scales(layer_scale_dict or {}, model)
-        check_factors(growth_factor, backoff_factor)
+        check_growth(growth_factor, backoff_factor, growth_interval)
         self.model = model
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.growth_interval = check_steps("growth_interval", growth_interval)
+        self.growth_interval = growth_interval
         named = model.named_modules()
         self._scaled = [LayerInfo(k, m, scales[k]) for k, m in named if k in scales]
         # the modules inside layers with a scale, each with the innermost such layer
@@ -216,7 +204,7 @@ class LayerwiseGradientScaler:
         return list(self._scaled)
 
     def scale(self) -> None:
-        "Begin an iteration: from here on, every forward pass of the model is traced."
+        "Begin an iteration: every forward pass of the model is traced until `unscale`."
         self.is_scaling, self._trace = True, _Trace()
         if not self.in_passes:
             self._put_on()
@@ -272,20 +260,28 @@ class LayerwiseGradientScaler:
     def unscale(self) -> bool:  # whether all gradients of parameters are finite
         """End the backward passes: remove the hooks, and find the layers that overflowed.
 
-        `.grad` contains the true gradients, in the unit of the loss; only they count. Sync: once.
+        `.grad` contains the true gradients, in the unit of the loss; only they count.
+        Waits for the device once.
         """
         if not self.is_scaling:
             raise MixedPrecisionError("unscale() before scale(): expected scale(), then a backward")
         if self._scaled and not self._trace.backwards:
             raise MixedPrecisionError("no backward pass since scale(): expected trace_loss(loss)")
         self.remove()
-        overflowed = _with_nonfinite_grads(self.model)
-        for info in self._scaled:  # a shared parameter is in several layers
-            inside = (m for m, innermost in self.modules.items() if innermost is info)
-            own = {p for m in inside for p in m.parameters(recurse=False)}
-            # one without parameters may have caused any overflow
-            info.found_inf_or_nan = bool(overflowed & own if own else overflowed)
+        every = set(self.model.parameters())
+        # a shared parameter is in several layers; one without any may have caused any overflow
+        lists = [*(self._parameters_of(info) or every for info in self._scaled), every]
+        grads = ([p.grad.detach() for p in ps if p.grad is not None] for ps in lists)
+        flags = list(map(any_nonfinite, grads))
+        *found, overflowed = torch.stack([f.to(flags[-1].device) for f in flags]).tolist()
+        for info, flag in zip(self._scaled, found, strict=True):
+            info.found_inf_or_nan = flag > 0
         return not overflowed
+
+    def _parameters_of(self, info):
+        "Return the parameters of a layer, without those of layers inside that have a scale."
+        inside = (m for m, innermost in self.modules.items() if innermost is info)
+        return {p for m in inside for p in m.parameters(recurse=False)}
 
     def update(self) -> None:
         "Update the scales, once after `unscale`."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['warn_once', 'check_dtype', 'map_tensors', 'tensors_in', 'cast_floats', 'check_positive', 'check_flag', 'check_steps',
-           'check_factors']
+           'check_growth']
 
 # %% ../nbs/02_nested.ipynb #1992dfc7
 import copy
@@ -112,9 +112,10 @@ def check_steps(name: str, value: int) -> int:
     return int(value)
 
 
-def check_factors(growth_factor: float, backoff_factor: float) -> None:
-    "Check that one is above 1 and the other between 0 and 1. Raises: TypeError, ValueError."
+def check_growth(growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
+    "Check that factors and steps can let a scale grow and back off. Raises: TypeError, ValueError."
     if check_positive("growth_factor", growth_factor) <= 1:
         raise ValueError(f"`growth_factor` is {growth_factor!r}: expected a number above 1")
     if check_positive("backoff_factor", backoff_factor) >= 1:
         raise ValueError(f"`backoff_factor` is {backoff_factor!r}: expected a number below 1")
+    check_steps("growth_interval", growth_interval)

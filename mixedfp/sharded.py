@@ -19,7 +19,7 @@ from .torch_private import NORMS, mp_policy
 # %% ../nbs/03_sharded.ipynb #306981bc
 def is_sharded(t: Any) -> bool:
     "Return whether `t` is a `torch.distributed.tensor.DTensor`, which several processes share."
-    found = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there are none
+    found = sys.modules.get("torch.distributed.tensor")  # if it is not imported, no tensor is one
     return found is not None and isinstance(t, found.DTensor)
 
 # %% ../nbs/03_sharded.ipynb #b68674cd
@@ -27,7 +27,7 @@ def agree(
     found: bool,  # whether this process found inf or nan
     params: Iterable[Any],  # with `DTensor`s, in the same order in each process
 ) -> bool:  # whether any process found it
-    "Decide together with all processes that share some of `params`. Sync: they wait."
+    "Decide together with all processes that share some of `params`, and wait for them."
     shared = [p for p in params if is_sharded(p)]
     flag = torch.tensor(float(found), device=shared[0].device)
     meshes = dict.fromkeys(p.device_mesh for p in shared)

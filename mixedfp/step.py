@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from . import torch_private as private
 from .cast import Policy, is_castable
-from .engine.flat import ChunkLoop, as_own_storage, lay_out
+from .engine.flat import ChunkLoop, as_own_storage, is_elementwise, is_fused, lay_out
 from .engine.masters import Masters
-from .engine.optimizers import core_of, grads_of, is_elementwise, is_fused, param_lists
 from .formats import MixedPrecisionError
 from .layerwise import LayerwiseGradientScaler
 from .nested import warn_once
-from .scaler import Late, LossScaler, attributes
+from .scaler import Late, LossScaler, attributes, core_of, grads_of, param_lists
 from .sharded import check_settings, has_shards, sharded_modules
 
 # %% ../nbs/08_step.ipynb #190bbcfc
@@ -43,7 +42,7 @@ class MasterStep:
     `guard` or by the gradient scaler that steps the optimizer. Otherwise the optimizer is left as
     it is: the parameters are float32.
     Raises: MixedPrecisionError for settings that need an element-wise optimizer.
-    Sync: one number per step if gradients are checked.
+    Waits for the device: one number per step if gradients are checked.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class MasterStep:
         if self.hook is not None:
             self.hook.remove()
         for name, value in self.before.items():
-            # a schedule may have wrapped `step`, which goes on to call ours
+            # a schedule may have wrapped `step`, which then calls this one
             if name != "step" or getattr(own.get("step"), "__self__", None) is self.core:
                 own.pop(name, None)
                 if value is not None:

@@ -43,7 +43,7 @@ def assert_same(
     """Assert that `a` and `b` have the same structure, dtypes, shapes, devices and bits.
 
     Any nan equals any other. Raises: AssertionError with the path and kind of the first difference;
-    TypeError for iterators and arrays. Sync: two for each pair of tensors.
+    TypeError for iterators and arrays. Waits for the device twice for each pair of tensors.
     """
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         if only := a.keys() ^ b.keys():

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import mixedfp.callback  # noqa: F401, puts `precision_audit` on Learners
 from mixedfp import precision_audit
-from mixedfp.engine.optimizers import Shadow
+from mixedfp.engine.flat import Shadow
 from mixedfp.optimizer import with_masters
 
 

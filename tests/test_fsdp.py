@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import mixedfp.callback
 import mixedfp.fsdp  # noqa: F401, both give Learner methods
 from mixedfp import masters_of
-from mixedfp.engine.optimizers import core_of
 from mixedfp.formats import MixedPrecisionError
+from mixedfp.scaler import core_of
 from mixedfp.sharded import has_shards
 from mixedfp.testing import assert_same
 

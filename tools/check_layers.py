@@ -1,8 +1,8 @@
 """Checks that each module imports only from the floors below it.
 
     1 numbers   torch_private, formats, testing ‖ nested, sharded
-    2 ideas     cast ‖ master ‖ scaler ‖ layerwise
-    3 engine    in_float32, rounded, forward, masters, optimizers, flat: in this order
+    2 ideas     cast ‖ master ‖ scaler, layerwise
+    3 engine    in_float32, rounded, forward, masters, flat: in this order
     4 step      step; then diagnose, which inspects a model's numbers without a trainer: report,
                 audit, memory, overflow, and the package itself, which exports their names
     5 trainers  optimizer, resume, callback ‖ skorch ‖ trainers, checkpoint ‖ fsdp
@@ -22,11 +22,11 @@ from pathlib import Path
 from notebooks import ROOT
 
 PACKAGE = "mixedfp"
-ENGINE = "in_float32 rounded forward masters optimizers flat".split()
+ENGINE = "in_float32 rounded forward masters flat".split()
 # each module may import those on earlier lines and, in a list, those before it
 FLOORS = [
     [{"torch_private"}, {"formats"}, {"testing", "nested"}, {"sharded"}],
-    [{"cast", "master", "scaler", "layerwise"}],
+    [{"cast", "master", "scaler"}, {"layerwise"}],
     [{f"engine.{name}"} for name in ENGINE],
     [{"step"}, {"diagnose.report", "diagnose.audit", "diagnose.memory"}, {"diagnose.overflow"}]
     + [{"diagnose"}],

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..cast import to_float
+from ..engine.flat import Shadow
 from ..engine.masters import masters_of
-from ..engine.optimizers import Shadow, core_of, param_lists
 from ..formats import is_lost
 from ..nested import map_tensors
+from ..scaler import core_of, param_lists
 from ..sharded import is_sharded
 
 # %% ../../nbs/diagnose/03_audit.ipynb #e593e92f
@@ -215,7 +216,7 @@ _SECOND = "exp_avg_sq", "sqr_avg", "square_avg"
 def _judge_rest(audit, model, cores):
     "Find second moments that stand still, and rounded frequencies of a rotary embedding."
     for core in cores:
-        states = () if "masters" in vars(core) else core.state.values()  # ours round at random
+        states = () if "masters" in vars(core) else core.state.values()  # mixedfp rounds at random
         items = chain.from_iterable(s.items() for s in states if isinstance(s, Mapping))
         for k in sorted({k for k, v in items if k in _SECOND and v.dtype == torch.bfloat16}):
             audit.add(
@@ -245,7 +246,8 @@ def precision_audit(
     has not stepped yet moves each weight by the learning rate. Nothing is changed.
     In sharded models only the parameters of this process are counted. 16-bit copies, which exist
     only in a forward pass, are not counted.
-    Raises: TypeError for anything but a module and optimizers. Sync: two numbers per parameter.
+    Raises: TypeError for anything but a module and optimizers. Waits for the
+    device: two numbers per parameter.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` is a {type(model).__name__}: expected an nn.Module")

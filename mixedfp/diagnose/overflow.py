@@ -207,7 +207,7 @@ def find_overflow(
 
     Changes nothing: it runs copies of the model, each from the current random state.
     Needs a forward and a backward pass for each search and each setting, and memory for two copies.
-    Raises: TypeError for a batch or a loss of another form. Sync: many.
+    Raises: TypeError for a batch or a loss of another form. Waits for every operation.
     """
     given, full = dict(dtype=dtype, keep_fp32=keep_fp32, native=native), report.float_copy(model)
     settings = report.settings_of(model, loss_scale=scale, **given)

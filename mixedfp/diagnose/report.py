@@ -41,7 +41,7 @@ class Numbers:
         self.counts: Tensor = torch.zeros_like(_EXPONENTS, dtype=torch.int64)  # in [2**i, 2**(i+1))
 
     def add(self, x: Tensor) -> None:
-        "Count the numbers of `x`, except 0 and masks, by exponent. Sync: two."
+        "Count the numbers of `x`, except 0 and masks, by exponent. Waits for two numbers."
         size = x.detach().float().abs().contiguous()
         exponents = size.view(torch.int32).flatten() >> 23
         self.counts = self.counts + torch.bincount(exponents, minlength=256)[1:_MASK].cpu()
@@ -70,7 +70,7 @@ class Numbers:
 
 
 def squares(truth: Tensor, now: Tensor) -> Tensor:  # two float64 numbers on the CPU
-    "Return the sums of squares of `truth`, where it is finite, and of its errors. Sync: two."
+    "Return the sums of squares of `truth`, where it is finite, and of its errors; waits for both."
     truth = truth.float()
     parts = (torch.where(truth.abs() < _LIMIT, t, 0) for t in (truth, now.float() - truth))
     return torch.stack([torch.linalg.vector_norm(t).cpu() for t in parts]).double() ** 2
@@ -510,7 +510,7 @@ def precision_report(
     dropout, and as many again for each setting tried if a module has a verdict. Memory is
     needed for the copies of the model, and for the activations of all three passes.
     Raises: TypeError, ValueError for invalid settings, and any error of the model.
-    Sync: some numbers for each call of a module.
+    Waits for the device: some numbers for each call of a module.
     """
     given, batches = dict(dtype=dtype, keep_fp32=keep_fp32, native=native), list(batches)
     settings = settings_of(model, layer_scales=layer_scales, **given)

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['ALIGN', 'CHUNK', 'GPU_CHUNK', 'SMALL', 'as_own_storage', 'Vector', 'lay_out', 'is_vectorizable', 'Chunk', 'Run',
-           'plan_runs', 'ChunkLoop']
+           'is_elementwise', 'is_fused', 'Shadow', 'plan_runs', 'ChunkLoop']
 
 # %% ../../nbs/engine/08_flat.ipynb #8d2af3da
-import functools
+import inspect
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache, partial
 from itertools import chain, groupby
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -17,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ..cast import SECOND_MOMENTS
 from .masters import Masters
-from .optimizers import Shadow, is_fused, param_lists
 from ..formats import round_stochastically
+from ..scaler import param_lists
 from ..torch_private import is_shared
 
 # %% ../../nbs/engine/08_flat.ipynb #bd6f661f
@@ -148,7 +151,7 @@ def _in_memory_order(p):
     return g.as_strided((g.numel(),), (1,))
 
 
-@functools.cache
+@cache
 def _noise_on(device, n):
     generator = torch.Generator().manual_seed(0)
     return torch.randint(2**16, (n + 2**16,), generator=generator, dtype=torch.int32).to(device)
@@ -178,9 +181,63 @@ class Run:
 
 _grad = attrgetter("grad")
 
+# %% ../../nbs/engine/08_flat.ipynb #82bae48c
+_OF_TORCH = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop".split()
+_TORCH = frozenset(getattr(torch.optim, name) for name in _OF_TORCH)
+_FASTAI = frozenset(
+    """sgd_step weight_decay average_grad average_sqr_grad momentum_step rms_prop_step
+    step_stat adam_step radam_step qhadam_step""".split()
+)
+
+
+def is_elementwise(core: Any) -> bool:
+    "Return whether `core` can step chunk by chunk with bit-identical results."
+    if type(core) in _TORCH:
+        special = ("capturable", "differentiable")
+        return not any(group.get(k) for group in core.param_groups for k in special)
+    if (type(core).__module__, type(core).__name__) != ("fastai.optimizer", "Optimizer"):
+        return False
+    steppers = [cb.func if isinstance(cb, partial) else cb for cb in core.cbs]
+    return all(f.__module__ == "fastai.optimizer" and f.__name__ in _FASTAI for f in steppers)
+
+
+def is_fused(core: Any) -> bool:
+    "Return whether one kernel steps all parameters of a group."
+    return any(group.get("fused") for group in getattr(core, "param_groups", ()))
+
+# %% ../../nbs/engine/08_flat.ipynb #07de0482
+class Shadow:
+    "Steps single tensors as an optimizer would, without changing the optimizer."
+
+    def __init__(self, core: Any):
+        self.core, self.twin = core, object.__new__(type(core))
+        self.make_step = inspect.unwrap(type(core).step)
+        self.is_torch = isinstance(core, Optimizer)
+
+    def refresh(self, **given: Any) -> None:
+        "Copy the optimizer's current settings and hyper-parameters; `given` are for its kernel."
+        state = {k: v for k, v in vars(self.core).items() if k not in ("step", "state")}
+        vars(self.twin).update(state, **{"grad_scale": None, "found_inf": None, **given})
+        groups = self.core.param_groups if self.is_torch else self.core.hypers
+        self.hypers = [dict(group) for group in groups]
+
+    def step(self, group: int, states: Mapping[Any, dict]) -> dict[Any, dict]:
+        """Step tensors in place with the settings of a group, and return their new states.
+
+        `states` are those before the step, by the tensor; the `grad` of each is read.
+        """
+        twin, hypers, params = self.twin, self.hypers[group], list(states)
+        twin.state = defaultdict(dict, states)
+        if self.is_torch:
+            twin.param_groups = [{**hypers, "params": params}]
+        else:
+            twin.param_lists, twin.hypers = [params], [hypers]
+        self.make_step(twin)
+        return {p: twin.state[p] for p in params}
+
 # %% ../../nbs/engine/08_flat.ipynb #331d72b8
 def plan_runs(core: Any, masters: Masters) -> list[Run]:  # of the optimizer's step
-    "Return the runs of a step; nothing is changed. Sync: the states' numbers on a GPU."
+    "Return the runs of a step; nothing is changed. Waits for a GPU: its states' numbers."
     lists = param_lists(core)
     groups = {p: k for k, ps in enumerate(lists) for p in ps if _is_dense(p.grad)}
     states = {p: core.state.get(p) or {} for p in groups}

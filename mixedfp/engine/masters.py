@@ -137,9 +137,8 @@ class BufferSnapshot:
         pairs = defaultdict(lambda: ([], []))
         for (m, k), (b, version, saved) in kept.items():
             now: Any = m._buffers.get(k)
-            if b is not None and now is not None and now.device != b.device:  # the model was moved
-                is_alike = (now.shape, now.dtype) == (b.shape, b.dtype)
-                b, version = now if is_alike else b.to(now.device), None
+            if b is not None and now is not None and now.device != b.device:
+                continue  # the model was moved
             if b is not None and self._may_have_changed(m, b, version, saved):
                 for tensors, t in zip(pairs[b.device, b.dtype], (b, saved), strict=True):
                     tensors.append(t)
