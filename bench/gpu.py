@@ -91,24 +91,24 @@ AUTOCAST, MASTERS = dict(precision="autocast"), dict(precision="bf16")
 WAYS: dict[str, dict] = {
     "float32": {},
     "autocast": AUTOCAST,
-    "ours": MASTERS,
-    "ours flat": MASTERS | FLAT,
-    "ours half gradients": MASTERS | HALF,
-    "ours smallest": MASTERS | SMALLEST_MASTERS,
+    "mixedfp": MASTERS,
+    "mixedfp flat": MASTERS | FLAT,
+    "mixedfp half gradients": MASTERS | HALF,
+    "mixedfp smallest": MASTERS | SMALLEST_MASTERS,
     "autocast compiled": AUTOCAST | dict(wrap=torch.compile),
-    "ours flat compiled": MASTERS | FLAT | dict(wrap=torch.compile),
+    "mixedfp flat compiled": MASTERS | FLAT | dict(wrap=torch.compile),
 }
 DDP = dict(wrap=DistributedDataParallel)
 ALSO: dict[str, dict] = {  # float16 with a scaler, DDP in one process, a CUDA graph, many passes
     "autocast fp16": dict(precision="autocast-fp16", scaler=GradScaler),
-    "ours flat fp16": dict(precision="fp16") | FLAT,
-    "ours flat fp16, GradScaler": dict(precision="fp16", scaler=GradScaler) | FLAT,
+    "mixedfp flat fp16": dict(precision="fp16") | FLAT,
+    "mixedfp flat fp16, GradScaler": dict(precision="fp16", scaler=GradScaler) | FLAT,
     "autocast ddp": AUTOCAST | DDP,
-    "ours flat ddp": MASTERS | FLAT | DDP,
+    "mixedfp flat ddp": MASTERS | FLAT | DDP,
     "autocast captured": AUTOCAST,
-    "ours flat captured": MASTERS | FLAT,
+    "mixedfp flat captured": MASTERS | FLAT,
     "autocast generating": AUTOCAST,
-    "ours flat generating": MASTERS | FLAT,
+    "mixedfp flat generating": MASTERS | FLAT,
 }
 LEARNERS: dict[str, dict] = {
     "learner float32": {},
@@ -193,7 +193,7 @@ def measure(stage: str, args: argparse.Namespace, out: Path) -> None:
     if stage == "small":
         ways = [*ways[:-2], *also[:-2], *(LEARNERS if find_spec("fastai") is not None else ())]
     elif stage == "one":
-        ways = ["autocast", "ours flat", *also[5:]]
+        ways = ["autocast", "mixedfp flat", *also[5:]]
     torch.manual_seed(0)
     xs, y = make_batch()
     batch = tuple(x.to(args.device) for x in xs), y.to(args.device)
@@ -266,9 +266,9 @@ def take_turns(runs: dict, rows: dict, device: Device, n_turns: int) -> None:
         rows[way]["ms"] = median(rows[way]["turns_ms"])
 
 
-def warm(args: argparse.Namespace, ours: bool) -> None:
+def warm(args: argparse.Namespace, by_mixedfp: bool) -> None:
     """Compile the stages' models in advance, to fill the compiler's cache with their kernels."""
-    way = "ours flat compiled" if ours else "autocast compiled"
+    way = "mixedfp flat compiled" if by_mixedfp else "autocast compiled"
     models = SMALLEST if args.smallest else MODELS
     for stage in [s for s in args.stages if s in ("gpt", "vit", "resnet")]:
         build, make_batch = models[stage]
@@ -282,7 +282,8 @@ def curves(args: argparse.Namespace, out: Path) -> None:
     n_steps, n_words = (3, 16) if args.smallest else (200, 256)
     follows = torch.randint(n_words, (n_words, 4), generator=torch.Generator().manual_seed(0))
     found: list[dict] = []
-    for way in ("float32", "autocast", "ours flat", "ours half gradients", "ours smallest"):
+    of_mixedfp = (f"mixedfp {kind}" for kind in ("flat", "half gradients", "smallest"))
+    for way in ("float32", "autocast", *of_mixedfp):
         for seed in range(3):
             losses = train_on_text(way, seed, follows, n_steps, args)
             found.append(dict(way=way, seed=seed, losses=losses, last=mean(losses[-20:])))
@@ -369,7 +370,7 @@ def run_stages(args: argparse.Namespace, found: dict, out: Path) -> None:
     stages = [s for s in SECONDS if s in args.stages and s not in found["ended"]]
     warming = []
     if args.device == "cuda" and "tests" in stages and len(stages) > 1:
-        warming = [warm_up(args, k, stages) for k in ("warm-autocast", "warm-ours")]
+        warming = [warm_up(args, k, stages) for k in ("warm-autocast", "warm-mixedfp")]
     for stage in stages:
         begin, part = time.monotonic(), parts / f"{stage}.json"
         print(f"{stage}: at most {SECONDS[stage]} s", file=sys.stderr, flush=True)
@@ -460,10 +461,10 @@ def show_rows(rows: list[dict]) -> None:
 
 
 def show_means(stages: dict) -> None:
-    """Print the means over the three large models, ours relative to the same kind of autocast."""
+    """Print the means over the three large models, relative to the same kind of autocast."""
     for way, base in (
-        ("ours", "autocast"), ("ours flat", "autocast"), ("ours smallest", "autocast"),
-        ("ours flat compiled", "autocast compiled"),
+        ("mixedfp", "autocast"), ("mixedfp flat", "autocast"), ("mixedfp smallest", "autocast"),
+        ("mixedfp flat compiled", "autocast compiled"),
     ):  # fmt: skip
         speeds, peaks = [], []
         for stage in ("gpt", "vit", "resnet"):
@@ -495,7 +496,7 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
         todo: dict[str, Callable] = {"tests": test, "curves": curves}
         if args.run.startswith("warm"):
-            return warm(args, args.run == "warm-ours")
+            return warm(args, args.run == "warm-mixedfp")
         return todo.get(args.run, partial(measure, args.run))(args, args.out)
     if args.device == "cpu" and args.out is None:
         parser.error("--device cpu is a trial run: set --out to choose where its file goes")

@@ -1,4 +1,4 @@
-"""The optimizer step with float32 masters: ours against a hand-written one.
+"""The optimizer step with float32 masters: mixedfp against a hand-written one.
 
     python bench/master_step.py --out bench/results/master_step.json    # 3 minutes on 2 cores
 
@@ -31,12 +31,12 @@ OPTIMIZERS = {
 }
 FOREACH, FUSED = dict(foreach=True), dict(fused=True)
 OURS = {  # name: (settings of the optimizer, settings of with_masters)
-    "ours": ({}, {}),
-    "ours foreach": (FOREACH, {}),
-    "ours fused": (FUSED, {}),
-    "ours flat": ({}, FLAT),
-    "ours flat fused": (FUSED, FLAT),
-    "ours flat, half gradients": ({}, HALF),
+    "mixedfp": ({}, {}),
+    "mixedfp foreach": (FOREACH, {}),
+    "mixedfp fused": (FUSED, {}),
+    "mixedfp flat": ({}, FLAT),
+    "mixedfp flat fused": (FUSED, FLAT),
+    "mixedfp flat, half gradients": ({}, HALF),
 }
 
 
@@ -75,7 +75,7 @@ def by_hand(model: Params, make: Callable) -> Callable[[], None]:
     return step
 
 
-def ours(model: Params, make: Callable, settings: dict | None) -> Callable[[], None]:
+def stepped_by_mixedfp(model: Params, make: Callable, settings: dict | None) -> Callable[[], None]:
     """Return our step, or None's, in float32; as in the other ways, gradients are not checked."""
     opt = make(model.parameters())
     if settings is not None:
@@ -87,11 +87,11 @@ def ours(model: Params, make: Callable, settings: dict | None) -> Callable[[], N
 def measure(size: str, optimizer: str, repeats: int) -> list[dict]:
     """Time all ways in turn."""
     make, new = OPTIMIZERS[optimizer], partial(Params, *SIZES[size])
-    steps = {"float32": ours(new(), make, None)}
+    steps = {"float32": stepped_by_mixedfp(new(), make, None)}
     for name, how in (("foreach", FOREACH), ("fused", FUSED)):
         steps[f"by hand {name}"] = by_hand(new(), partial(make, **how))
     for name, (how, settings) in OURS.items():
-        steps[name] = ours(new(), partial(make, **how), settings)
+        steps[name] = stepped_by_mixedfp(new(), partial(make, **how), settings)
     clocks = {name: partial(seconds, step) for name, step in steps.items()}
     rows, times = [], in_turn(clocks, repeats, unused=2)
     for name, own in times.items():

@@ -192,11 +192,11 @@ def measure(model: str, ways: list[str], repeats: int, shortest: float) -> list[
 
 
 def best_of(rows: list[dict]) -> list[dict]:
-    """Choose the best switches for each model, under autocast and in ours: a line each."""
+    """Choose the best switches for each model, under autocast and in mixedfp: a line each."""
     found, out = {(o["model"], o["way"]): o for o in rows}, []
     for model in dict.fromkeys(o["model"] for o in rows):
         line = {"model": model}
-        for name, start in (("autocast", "autocast-bf16"), ("ours", "bf16-flat")):
+        for name, start in (("autocast", "autocast-bf16"), ("mixedfp", "bf16-flat")):
             own = {k: o for k in SWITCHES if (o := found.get((model, f"{start}-{k}")))}
             if own:
                 switches, o = min(own.items(), key=lambda item: item[1]["ms"])
@@ -204,7 +204,7 @@ def best_of(rows: list[dict]) -> list[dict]:
                 eager = own.get(switches.replace("compiled", "fused"))
                 line[name] |= {"first_ms": o["first_ms"], "pays_back": payback(o, eager)}
         if len(line) == 3:
-            out.append(line | {"ratio": line["autocast"]["ms"] / line["ours"]["ms"]})
+            out.append(line | {"ratio": line["autocast"]["ms"] / line["mixedfp"]["ms"]})
     return out
 
 
@@ -240,7 +240,7 @@ def main() -> None:
         settings = dict(opt="sgd", repeats=args.repeats, turn=args.turn)
         write(args.out, about() | settings | dict(results=rows, best=best_of(rows)))
     best = best_of(rows)
-    for name in ("autocast", "ours"):
+    for name in ("autocast", "mixedfp"):
         print(f"\nbest, {name}")
         table(
             [{"model": o["model"]} | o[name] for o in best], "model switches to_fp32:.2f pays_back"

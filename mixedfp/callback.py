@@ -25,7 +25,6 @@ from torch import distributed, nn
 from .cast import Policy
 from .diagnose import audit, overflow, report
 from .formats import MixedPrecisionError
-from .master import split_params
 from .nested import check_positive, check_steps
 from .optimizer import with_masters
 from .scaler import LossScaler
@@ -34,6 +33,7 @@ from .step import MixedTraining, guard_of
 
 # %% ../nbs/10_callback.ipynb #ff809730
 _OF_FASTAI = (AutocastMixedPrecision, NonNativeMixedPrecision)
+_GIVEN = ["device", "init_scale", "layers"]  # settings of `LossScaler` that the callback sets
 
 
 def _loss_of(learn):
@@ -66,7 +66,7 @@ class MixedPrecision(Callback):
     order = 10  # like fastai's own: GradientAccumulation runs before it, GradientClip after it
     learn: Any = _SetLearn()
 
-    @delegates(LossScaler.__init__, but=["device", "init_scale", "layers"])
+    @delegates(LossScaler.__init__, but=_GIVEN)
     @delegates(with_masters, keep=True)
     def __init__(
         self,
@@ -77,10 +77,7 @@ class MixedPrecision(Callback):
         **kwargs: Any,  # the other settings of `LossScaler` and `with_masters`
     ):
         vars(self)["learn"] = None
-        known = inspect.signature(MixedPrecision.__init__).parameters
-        if unknown := [name for name in kwargs if name not in known]:
-            raise TypeError(f"MixedPrecision() has no setting {unknown[0]!r}: see its help")
-        names = inspect.signature(LossScaler).parameters.keys()
+        names = inspect.signature(LossScaler).parameters.keys() - set(_GIVEN)
         settings = {k: kwargs.pop(k) for k in names & kwargs.keys()}
         policy = Policy(dtype, flat_master, **kwargs)  # pyright: ignore
         if policy.half_grads and layer_scales is not None:
@@ -114,8 +111,7 @@ class MixedPrecision(Callback):
                 )
         if self._is_searching() and self._has_other_ranks():
             raise MixedPrecisionError(
-                "lr_find would hang with several processes: each ends the search at its own loss. "
-                "Find the rate in one process, outside distrib_ctx"
+                "lr_find would hang, as each process ends it at its own loss: use one process"
             )
         self.after_create()
         self._last_loss = None
@@ -126,11 +122,6 @@ class MixedPrecision(Callback):
 
     def after_create(self) -> None:
         "Make the model compute in 16 bits, if it does not yet."
-        if "gan_trainer" in vars(self.learn):
-            raise MixedPrecisionError(
-                "the loss of a GANLearner calls the generator and critic outside the model's "
-                "forward pass: train it in float32, without mixed precision"
-            )
         is_new = self.mixed.masters is None
         try:
             self.mixed.attach(self.model)
@@ -176,7 +167,7 @@ class MixedPrecision(Callback):
         loss, last, self._last_loss = self.loss.detach(), self._last_loss, self.loss.detach()
         is_shown = not self.mixed.scaler.is_enabled() or self._is_searching()
         if not is_shown and last is not None and last.shape == loss.shape:
-            self.learn.loss = torch.where(loss.isfinite() | ~last.isfinite(), loss, last)
+            self.learn.loss = torch.where(loss.isfinite(), loss, last)
 
     def before_step(self) -> None:
         "Unscale and check the gradients; skip the step if any is inf or nan."
@@ -263,33 +254,6 @@ class MixedPrecision(Callback):
     def layer_scales(self) -> dict[str, float]:
         "The layers' own scales, by name; they multiply the loss scale."
         return getattr(self.mixed.scaler.layers, "layer_scales", {})
-
-    @property
-    def master_params(self) -> list[list[nn.Parameter | torch.Tensor]]:
-        """The trained parameters: for each group, those with two or more dimensions, and the rest.
-
-        If flat, each is replaced by the float32 vector that contains it, which is listed once.
-        """
-        vectors = {p: v.full for v in self._masters().vectors for p in v.params}
-        found, lists = set(), []
-        for ps in self._params():
-            masters = dict.fromkeys(vectors.get(p, p) for p in ps)
-            lists.append([m for m in masters if m not in found])
-            found.update(masters)
-        return lists
-
-    @property
-    def model_params(self) -> list[list[torch.Tensor]]:
-        "The 16-bit copies of the same parameters, as a forward pass makes them, for reading."
-        copies, dtype = self._masters().copies, self.mixed.policy.dtype
-        copied = set() if copies is None else set(copies.params)
-        lists = self._params()
-        return [[p.detach().to(dtype if p in copied else p.dtype) for p in ps] for ps in lists]
-
-    def _params(self):
-        opt = self.learn.opt
-        groups = self.learn.splitter(self.learn.model) if opt is None else opt.param_lists
-        return split_params(groups)
 
     def float_model(self) -> nn.Module:
         """Return a plain float32 twin of the model, for export: it shares the parameters."""

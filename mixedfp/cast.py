@@ -215,11 +215,8 @@ class Policy:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         for name in ("state_dtype", "half_grads"):
-            if getattr(self, name) and not self.flat_master:
-                raise MixedPrecisionError(
-                    f"{name}={getattr(self, name)} needs flat_master=True: numbers are widened and "
-                    "rounded inside the pass over a vector. Add flat_master=True"
-                )
+            if (value := getattr(self, name)) and not self.flat_master:
+                raise MixedPrecisionError(f"{name}={value} needs flat_master=True: add it")
 
 
 SECOND_MOMENTS = frozenset("exp_avg_sq max_exp_avg_sq sqr_avg square_avg sum".split())
@@ -232,13 +229,11 @@ def _check_state_dtype(wanted):
         checked = {None: torch.float32}
     if torch.float32 in checked.values() or not all(isinstance(k, str) for k in checked):
         raise TypeError(
-            f"`state_dtype` is {wanted!r}: expected None or a dict from names of states to "
-            'torch.bfloat16 or torch.float16, such as {"exp_avg": torch.bfloat16}; a state that is '
-            "left out stays in 32 bits"
+            f"`state_dtype` is {wanted!r}: expected None, or names of states with the 16-bit dtype "
+            'of each, such as {"exp_avg": torch.bfloat16}'
         )
     for name in (k for k in checked if k in SECOND_MOMENTS and checked[k] == torch.float16):
         raise MixedPrecisionError(
-            f"state_dtype={{{name!r}: torch.float16}}: squares of gradients below 2e-4 become 0 "
-            "in float16, and so does an eps of 1e-8. Use torch.bfloat16"
+            f"state_dtype={{{name!r}: torch.float16}}: small squares become 0: use torch.bfloat16"
         )
     return checked

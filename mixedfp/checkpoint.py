@@ -72,8 +72,7 @@ class Checkpoint(Callback):
         if n_epoch != self.n_epoch:
             raise MixedPrecisionError(
                 f"fit {n_fit} of the run in `{path}` has {n_epoch} epochs, this one "
-                f"{self.n_epoch}: make the same fits in the same order, and new ones after them; "
-                "or use another file name"
+                f"{self.n_epoch}: begin with the same fits, or use another file name"
             )
         if self.epoch < n_done:
             warn_once(f"{n_done} epochs of fit {n_fit} are skipped: they are in `{path}`")

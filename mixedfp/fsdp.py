@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
@@ -133,8 +132,6 @@ def fsdp_ctx(
         raise MixedPrecisionError(
             "fsdp_ctx needs several processes: start the script with torchrun"
         )
-    if find_spec("accelerate") is None:
-        raise MixedPrecisionError("fastai.distributed needs accelerate: pip install accelerate")
     if not has_shards(cast(nn.Module, self.model)):
         _shard(self, shard, mesh)
     self.save, self.load = partial(_save, self), partial(_load, self)

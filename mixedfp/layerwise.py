@@ -104,8 +104,7 @@ class _Trace:
     def _multiply(self, factors, grads, _):
         if torch.is_grad_enabled():
             raise MixedPrecisionError(
-                "a backward pass with create_graph=True reaches a layer with a scale: second "
-                "derivatives would be wrong. Compute this loss without layer scales"
+                "create_graph=True in a layer with a scale: second derivatives would be wrong"
             )
         if private.backward_id() not in self.backwards:
             raise MixedPrecisionError("backward without trace_loss: expected trace_loss(loss)")
@@ -146,15 +145,14 @@ def _check_scales(scales, model):
     for name in scales:
         if name not in modules:
             raise ValueError(
-                f"`layer_scale_dict` names {name!r}, which is no module (or the second name of "
-                f"one): expected a name of named_modules(), such as {list(modules)[:4]}"
+                f"`layer_scale_dict` has {name!r}: expected names of named_modules(), such as "
+                f"{list(modules)[:4]}"
             )
         bare = [p for p in modules[name].parameters() if p.dtype == p.grad_dtype == torch.float16]
         if any(p.requires_grad for p in bare):
             raise MixedPrecisionError(
-                f"the layer {name!r} has float16 gradients, which would flush to zero when they "
-                "leave it: train float32 masters, with_masters(model, optimizer), or set "
-                "p.grad_dtype = torch.float32"
+                f"the layer {name!r} has float16 gradients, which would flush to zero outside of "
+                "it: train float32 masters, with_masters(model, optimizer)"
             )
     return {name: check_positive(f"scale of {name!r}", scale) for name, scale in scales.items()}
 

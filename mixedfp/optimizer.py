@@ -72,8 +72,7 @@ def with_masters(
     policy = Policy(dtype, flat_master, keep_fp32, *flags)  # pyright: ignore
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"`model` is a {type(model).__name__}: expected a module, then its optimizers, "
-            "with_masters(model, optimizer)"
+            f"`model` is a {type(model).__name__}: expected with_masters(module, optimizer, ...)"
         )
     inner = unwrapped(model)
     for m in sharded_modules(inner).values():

@@ -183,8 +183,7 @@ def _make_divisible(optimizer):
             p.grad = p.grad.float()
     if any(p.grad.dtype is torch.float16 for p in params):
         raise ValueError(
-            "cannot unscale gradients in float16: divided by the scale they would flush to zero. "
-            "Use float32 masters, with_masters(model, optimizer)"
+            "float16 gradients would flush to zero if unscaled: use with_masters(model, optimizer)"
         )
 
 
@@ -464,9 +463,8 @@ class LossScaler(GradScaler):
             self._in_a_row = self._in_a_row + 1 if is_skipped else 0
             if is_skipped and used == 1 and self.only_checks:
                 warn_once(
-                    "a step was skipped: inf or nan in the gradients. Weights, buffers and the "
-                    "optimizer's state are as before it; `n_skipped` counts such steps. Without "
-                    "this check: skip_nonfinite=False"
+                    "a step was skipped: inf or nan in the gradients. It has changed nothing; "
+                    "`n_skipped` counts such steps. skip_nonfinite=False turns this check off"
                 )
 
     def state_dict(self) -> dict:

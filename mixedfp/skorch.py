@@ -72,12 +72,7 @@ class MixedPrecisionMixin:
         return super().initialize()
 
     def initialize_grad_scaler(self) -> Any:
-        """Create `grad_scaler_`, enabled for float16, and return self. Raises: TypeError."""
-        if not (isinstance(self.grad_scaler, type) and issubclass(self.grad_scaler, LossScaler)):
-            raise TypeError(
-                f"`grad_scaler` is {self.grad_scaler!r}: expected the class LossScaler or a "
-                "subclass; its arguments are given as grad_scaler__init_scale=512."
-            )
+        """Create `grad_scaler_`, which is enabled for float16, and return self."""
         is_scaled = self._policy().dtype == torch.float16
         kwargs = {"enabled": is_scaled} | self.get_params_for("grad_scaler")
         off = {} if self.amp_enabled else {"enabled": False}

@@ -122,8 +122,7 @@ class MasterStep:
         copies = self.masters.copies
         if copies is not None and copies.running:
             raise MixedPrecisionError(
-                "a step inside computing(model) or a forward pass would leave the 16-bit copies "
-                "as they are: end the block before the step"
+                "a step inside a forward pass or computing(model) would not change its copies"
             )
         if closure is None:
             return self._step()

@@ -64,9 +64,8 @@ def _model_of(optimizer, models):
         if any(p is first for p in model.parameters()):
             return model
     raise MixedPrecisionError(
-        "the trainer has not been given the model of this optimizer: call prepare(model, "
-        "optimizer) or setup(model, optimizer). With several GPUs, start one process for each with "
-        "torchrun"
+        "the trainer does not have the model of this optimizer: call prepare(model, optimizer) or "
+        "setup(model, optimizer), with several GPUs in one process for each (torchrun)"
     )
 
 # %% ../nbs/15_trainers.ipynb #f15a0027
@@ -284,9 +283,8 @@ def use_masters(
     is_trainer = "transformers.trainer.Trainer" in names
     if not is_trainer and "accelerate.accelerator.Accelerator" not in names:
         raise TypeError(
-            f"`trainer` is a {type(trainer).__name__}: expected a Hugging Face Trainer or an "
-            "Accelerator. In Lightning and Fabric use plugins=[MastersPrecision(dtype)], in a loop "
-            "with_masters(model, optimizer)"
+            f"`trainer` is a {type(trainer).__name__}: expected a Hugging Face Trainer or an Accelerator "
+            "(Lightning: plugins=[MastersPrecision(dtype)]; a loop: with_masters(model, optimizer))"
         )
     for name in ("fp16_full_eval", "bf16_full_eval") if is_trainer else ():
         if getattr(trainer.args, name, False):

@@ -15,8 +15,8 @@ from mixedfp.scaler import LossScaler
 NET = nn.Linear(2, 2)
 SGD = torch.optim.SGD(NET.parameters(), 0.1)
 MISTAKES = {
-    "swapped": ((SGD, NET), "`model` is a SGD: expected a module, then its optimizers"),
-    "generator first": ((NET.parameters(), SGD), "`model` is a generator: expected a module"),
+    "swapped": ((SGD, NET), "`model` is a SGD: expected with_masters.module, optimizer"),
+    "generator first": ((NET.parameters(), SGD), "`model` is a generator: expected with_masters"),
     "generator": ((NET, NET.parameters()), "after the model, got generator"),
     "list": ((NET, [SGD]), "after the model, got list"),
     "no optimizer": ((NET,), "after the model, got none"),
@@ -43,7 +43,7 @@ def test_to_bf16_takes_only_what_it_uses(name):
 @pytest.mark.parametrize("name", ["init_scale", "layers", "device", "remainders"])
 def test_an_unknown_setting_of_a_learner_is_named(name):
     for make in (MixedPrecision, make_learner().to_fp16):
-        with pytest.raises(TypeError, match=f"has no setting '{name}'"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             make(**{name: 512.0})
 
 

@@ -20,10 +20,10 @@ def test_the_benchmark_of_a_gpu_runs_and_goes_on_where_it_was_broken_off(tmp_pat
     assert found["ended"] == stages and not found["broken_off"]
     rows = {row["way"]: row for row in found["stages"]["small"]}
     assert not [row["error"] for row in rows.values() if "error" in row]
-    assert {"autocast", "ours flat", "ours smallest", "learner flat"} <= rows.keys()
+    assert {"autocast", "mixedfp flat", "mixedfp smallest", "learner flat"} <= rows.keys()
     assert all(row["ms"] > 0 for row in rows.values())
     losses = {row["way"]: row["losses"] for row in found["stages"]["curves"] if row["seed"] == 0}
-    assert abs(losses["float32"][-1] - losses["ours flat"][-1]) < 0.01
+    assert abs(losses["float32"][-1] - losses["mixedfp flat"][-1]) < 0.01
 
 
 def test_with_an_empty_environment_the_python_at_hand_runs_the_tests_of_a_gpu():

@@ -206,7 +206,7 @@ MISTAKES = [
     (dict(keep_fp32=[dict]), TypeError, HOLDS + "<class 'dict'>: expected module types"),
     (dict(half_grads=True), MixedPrecisionError, "half_grads=True needs flat_master=True"),
     (dict(state_dtype={"a": HALF}), MixedPrecisionError, "'a'.* needs flat_master=True"),
-    (dict(state_dtype=HALF), TypeError, "None or a dict from names"),
+    (dict(state_dtype=HALF), TypeError, "None, or names of states"),
     (dict(state_dtype={"a": FULL}), TypeError, NO_STATE + "'a': torch.f"),
     (dict(state_dtype={1: HALF}), TypeError, NO_STATE + "1: torch.f"),
 ]

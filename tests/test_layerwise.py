@@ -472,7 +472,7 @@ def test_finding_a_rate_and_copying_leave_the_scales():
 
 
 WRONG = [
-    ({"conv": 2.0}, ValueError, "names 'conv', which is no module"),
+    ({"conv": 2.0}, ValueError, "has 'conv': expected names"),
     ({"0": 0.0}, ValueError, "`scale of '0'` is 0.0"),
     ("auto", TypeError, "expected a dict"),
     ([1.0], TypeError, "expected a dict"),

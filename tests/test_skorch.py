@@ -116,8 +116,6 @@ WRONG = [
     ("growth_factor", dict(grad_scaler__growth_factor=0.5), ValueError),
     ("needs flat_master=True", dict(flat_master=False, **ROUNDED), MixedPrecisionError),
     ("matches", dict(keep_fp32="nothing"), ValueError),
-    ("expected the class LossScaler", dict(grad_scaler=torch.amp.GradScaler), TypeError),
-    ("expected the class LossScaler", dict(grad_scaler=LossScaler("cpu")), TypeError),
 ]
 
 

@@ -203,9 +203,8 @@ def split_batch(
         return (), dict(batch), ()
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise TypeError(
-            f"a batch is a {type(batch).__name__}: expected inputs and targets (x, ..., y), with a "
-            "loss function of the output and y, or a dict of keyword arguments, with "
-            "loss_func=lambda out: out.loss"
+            f"a batch is a {type(batch).__name__}: expected inputs and targets, (x, ..., y), or a "
+            "dict of keyword arguments with loss_func=lambda out: out.loss"
         )
     *x, y = batch
     x = x[0] if len(x) == 1 else tuple(x)

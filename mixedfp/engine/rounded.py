@@ -175,7 +175,7 @@ def writes_parts(module: nn.Module) -> bool:
     return not used.isdisjoint(own | _PARTS)
 
 # %% ../../nbs/engine/02_rounded.ipynb #r0d00007
-GROUP = 2**21  # numbers: DDP can send the gradients of a group while the backward pass goes on
+GROUP = 2**21  # numbers: DDP can send the gradients of a group during the backward pass
 
 
 def _groups(params, at):
