@@ -102,7 +102,7 @@ class MixedPrecision(Callback):
     # --- added to a Learner, and removed ---
 
     def before_fit(self) -> None:
-        "Adopt changes made to the model and optimizer since the last fit."
+        "Pick up changes made to the model and optimizer since the last fit."
         for cb in self.learn.cbs:
             if isinstance(cb, _OF_FASTAI):
                 raise MixedPrecisionError(
@@ -117,7 +117,7 @@ class MixedPrecision(Callback):
         self._last_loss = None
 
     def before_train(self) -> None:
-        "Adopt changes that other callbacks made to the model since the last epoch."
+        "Pick up changes that other callbacks made to the model since the last epoch."
         self.mixed.attach(self.model)
 
     def after_create(self) -> None:

@@ -239,7 +239,7 @@ def attributes(o: Any, **new: Any) -> Iterator[None]:
 
 # %% ../nbs/06_scaler.ipynb #e7e1129e
 class LossScaler(GradScaler):
-    """An extended `torch.amp.GradScaler`: 16-bit gradients neither flush to zero nor overflow.
+    """An extended `torch.amp.GradScaler`, which keeps small float16 gradients from becoming 0.
 
     It adds bounds, a constant mode that still checks, repeated calls to `unscale_`, layer scales
     (`layers`), a record (`scales`, `skipped`), and an error that names parameters after

@@ -283,7 +283,7 @@ def use_masters(
     is_trainer = "transformers.trainer.Trainer" in names
     if not is_trainer and "accelerate.accelerator.Accelerator" not in names:
         raise TypeError(
-            f"`trainer` is a {type(trainer).__name__}: expected a Hugging Face Trainer or an Accelerator "
+            f"`trainer` is a {type(trainer).__name__}: expected a Trainer or an Accelerator "
             "(Lightning: plugins=[MastersPrecision(dtype)]; a loop: with_masters(model, optimizer))"
         )
     for name in ("fp16_full_eval", "bf16_full_eval") if is_trainer else ():
