@@ -174,7 +174,7 @@ class Checkpoint(Callback):
         own = ranks[min(rank_distrib(), len(ranks) - 1)]
         mixed, scale = _scaling(self.learn), saved["grad_scale"]
         if mixed is not None:
-            mixed.scaler.adopt(mixed.opt.core, scale)
+            mixed.scaler.register(mixed.opt.core, scale)
             scale = 1.0
         for k, p in get_model(self.model).named_parameters():
             p.grad = None

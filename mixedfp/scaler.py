@@ -362,7 +362,7 @@ class LossScaler(GradScaler):
                 and not _NARROW.isdisjoint(map(_dtype, grads_of(optimizer)))
             )
         found = _find(optimizer, None if keeps_scale else known.inv_scale)
-        self.adopt(optimizer, known.scale if keeps_scale else 1.0, found)
+        self.register(optimizer, known.scale if keeps_scale else 1.0, found)
         return self._known[optimizer]
 
     def known_of(self, optimizer: Any) -> Gradients:
@@ -370,7 +370,7 @@ class LossScaler(GradScaler):
         known = self._known.get(optimizer)
         return Gradients(1.0 if self.used is None else self.used) if known is None else known
 
-    def adopt(self, optimizer: Any, scale: float | Tensor = 1.0, found: Late | None = None) -> None:
+    def register(self, optimizer: Any, scale: float | Tensor = 1.0, found: Late | None = None) -> None:
         "Record that gradients are multiplied by `scale`, and what a check of them found."
         self._known[optimizer] = Gradients(scale, found)
         self._found += [] if found is None else [found]

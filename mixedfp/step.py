@@ -157,16 +157,16 @@ class MasterStep:
         if is_told:
             scale = 1.0 if told.get("grad_scale") is None else told["grad_scale"]
             by.used = math.nan
-            by.adopt(self.core, scale, Late(told["found_inf"]))
+            by.register(self.core, scale, Late(told["found_inf"]))
         if is_alone:
             by.used = 1.0
-            by.adopt(self.core)
+            by.register(self.core)
             if self.masters.policy.dtype == torch.float16 and by.only_checks:
                 warn_once(_NO_SCALE)
         known = by.look(self.core)
         done = self._step_or_skip(known, self._read(known.found_inf), closure)
         if is_told or is_alone:
-            by.adopt(self.core)  # its gradients are no longer scaled
+            by.register(self.core)  # its gradients are no longer scaled
             by.update()
         return done
 
@@ -347,7 +347,7 @@ class MixedTraining:
                 self.opt.remove()
             self.opt = None
             self.opt = MasterStep(opt, self.masters, self.scaler)
-            self.scaler.adopt(self.opt.core)
+            self.scaler.register(self.opt.core)
         return self.opt
 
     def detach(self) -> None:
