@@ -370,9 +370,9 @@ class LossScaler(GradScaler):
         known = self._known.get(optimizer)
         return Gradients(1.0 if self.used is None else self.used) if known is None else known
 
-    def register(self, optimizer: Any, scale: float | Tensor = 1.0, found: Late | None = None) -> None:
-        "Record that gradients are multiplied by `scale`, and what a check of them found."
-        self._known[optimizer] = Gradients(scale, found)
+    def register(self, opt: Any, scale: float | Tensor = 1.0, found: Late | None = None) -> None:
+        "Record that the gradients of `opt` are multiplied by `scale`, and what a check found."
+        self._known[opt] = Gradients(scale, found)
         self._found += [] if found is None else [found]
 
     def release(self, optimizer: Any) -> None:
