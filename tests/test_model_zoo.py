@@ -10,10 +10,17 @@ from functools import partial
 
 import pytest
 import torch
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from fastai.optimizer import SGD
+from fastai.torch_core import set_seed
+from fastai.vision.gan import GANLearner, basic_critic, basic_generator
 from scripts import UNet
 from torch import nn
 
+import mixedfp.callback  # noqa: F401, gives Learner to_bf16
 from mixedfp.optimizer import with_masters
+from mixedfp.testing import assert_same
 
 WORDS = torch.arange(12).view(2, 6) % 30
 
@@ -209,3 +216,25 @@ def test_a_model_is_as_near_to_float32_as_under_autocast_and_trains(name, dtype,
     after = net.state_dict()
     trained = [k for k, p in net.named_parameters() if p.grad is not None and p.grad.any()]
     assert trained and not [k for k in trained if torch.equal(before[k], after[k])]
+
+
+def gan_weights(prepare, n_epochs=1):
+    """Return the weights of a generator and a critic that fastai has trained."""
+    set_seed(0)
+    pairs = [(torch.randn(8), image) for image in torch.rand(32, 3, 16, 16) * 2 - 1]
+    dls = DataLoaders.from_dsets(pairs, pairs[:4], bs=4, num_workers=0)
+    parts = basic_generator(16, 3, in_sz=8, n_features=8), basic_critic(16, 3, n_features=8)
+    learn = GANLearner.wgan(dls, *parts, opt_func=SGD)
+    prepare(learn)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(n_epochs, 0.1)
+    vectors = map(nn.utils.parameters_to_vector, (m.parameters() for m in learn.model.children()))
+    return [v.detach() for v in vectors]
+
+
+def test_a_gan_learner_trains_both_networks_in_16_bits():
+    start, plain = gan_weights(Learner.to_fp32, 0), gan_weights(Learner.to_fp32)
+    each, flat = map(gan_weights, (Learner.to_bf16, partial(Learner.to_bf16, flat_master=True)))
+    assert_same(each, flat)
+    for before, after, mixed in zip(start, plain, each, strict=True):
+        assert 0 < (mixed - after).norm() < 0.5 * (after - before).norm()
