@@ -467,6 +467,7 @@ def assert_plain(model, row):
     other = NETS[row.model].build()
     assert type(model) is type(other) and vars(model).keys() >= vars(other).keys()
     for a, b in zip(model.modules(), other.modules(), strict=True):
+        assert ("forward" in vars(a)) == ("forward" in vars(b))
         for hooks in ("_forward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
             assert len(vars(a)[hooks]) == len(vars(b)[hooks])
     dtypes = {k: v.dtype for k, v in model.state_dict().items()}

@@ -17,15 +17,9 @@ from typing import NamedTuple
 import fastai.optimizer
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from laws import small_chunks
 from tiny import plain
 from torch import nn
@@ -371,4 +365,4 @@ def test_any_program_keeps_the_laws(laws, n):
     how |= dict(phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck))
     how |= dict(deadline=None, database=None, report_multiple_bugs=False)
     with small_chunks(16):
-        run_state_machine_as_test(laws, settings=settings(**how))
+        stateful.run_state_machine_as_test(laws, settings=settings(**how))
