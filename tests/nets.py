@@ -196,17 +196,13 @@ STEMS = {
 
 
 class Net(NamedTuple):
-    """A network: its inputs, and the kind of its layer."""
-
     inputs: str
     kind: str
 
     def build(self):
-        """Make the model."""
         return Built(self).to(DEVICE)
 
     def batch(self, seed, n=4):
-        """Return `n` inputs and their classes."""
         rng = torch.Generator().manual_seed(seed)
         y = torch.randint(2, (n,), generator=rng).to(DEVICE)
         if self.inputs in ("words", "padded"):

@@ -36,12 +36,10 @@ class Net(nn.Module):
         self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, 64, bias=False)
 
     def forward(self, x):
-        """Return (4, 64) numbers."""
         return self.head(self.norm(self.layers(self.table(x)).mean(1)))
 
 
 def flat_sgd(model, groups=None):
-    """Give `model` flat masters; return their optimizer."""
     opt = optim.SGD(groups or model.parameters(), 0.1)
     with_masters(model, opt, dtype="bf16", flat_master=True)
     return opt
@@ -131,7 +129,6 @@ def accumulated(i, model, *_):
 
 
 def clipped(i, model, *_):
-    """Change gradients in place."""
     nn.utils.clip_grad_value_(model.parameters(), 1e-3)
 
 

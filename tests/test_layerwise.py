@@ -368,7 +368,6 @@ BY_HAND = {"0": 2.0**4, "4": 2.0**-4, "5": 2.0**3, "10": 2.0**7}
 
 
 def learner(layer_scales=BY_HAND, dtype=torch.float16, flat=False, **kwargs):
-    """Return a learner of `conv_net` in `dtype`."""
     learn = make_learner(**kwargs)
     return learn.to_fp16(dtype=dtype, flat_master=flat, layer_scales=layer_scales)
 
@@ -404,9 +403,10 @@ def faint(**kwargs):
     return grads[0]
 
 
-def test_the_gradients_that_one_scale_flushes_arrive_in_the_masters():
-    exact, flushed = faint(dtype=torch.float32), faint()
-    arrived = faint(layer_scales=LOUD)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_gradients_that_one_scale_flushes_arrive_in_the_masters(autocast):
+    exact, flushed = faint(dtype=torch.float32), faint(autocast=autocast)
+    arrived = faint(layer_scales=LOUD, autocast=autocast)
     assert exact.norm() > 0 and flushed.norm() == 0
     assert arrived.dtype == torch.float32 and (arrived - exact).norm() < 0.01 * exact.norm()
 

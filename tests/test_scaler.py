@@ -32,13 +32,11 @@ settings = st.fixed_dictionaries(
 
 
 def make():
-    """Return a weight of zeros, and its optimizer."""
     w = nn.Parameter(torch.zeros(2))
     return w, torch.optim.SGD([w], lr=1.0)
 
 
 def end(scaler, opt):
-    """Step and end an iteration."""
     done = scaler.step(opt)
     scaler.update()
     return done

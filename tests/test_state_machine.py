@@ -85,8 +85,6 @@ OPTIMIZERS = {
 
 
 class Setup(NamedTuple):
-    """How a program trains."""
-
     opt: str
     scale: float | None  # of the loss, at first
     flat: bool
@@ -98,7 +96,6 @@ class Setup(NamedTuple):
         return dict(dtype=self.dtype, flat_master=self.flat)
 
     def scaler(self, guard):
-        """Return a scaler of losses, or else `guard`."""
         if self.scale is None:
             return guard
         return LossScaler(init_scale=self.scale, growth_interval=2, max_scale=2.0**12)
@@ -256,7 +253,6 @@ class Laws(RuleBasedStateMachine):
 
     @rule(batches=st.lists(BATCHES, min_size=1, max_size=3), look=st.booleans())
     def iterate(self, batches, look):
-        """Do a whole iteration, with all verbs in their order."""
         for batch in batches:
             self.backward(batch)
         self.unscale_and_step(look)
@@ -275,7 +271,6 @@ class Laws(RuleBasedStateMachine):
     @precondition(lambda self: self.stage == "scaled" and self.has_grads())
     @rule(look=st.booleans())
     def unscale_and_step(self, look):
-        """Step, or skip where a gradient is not finite."""
         if not self.has_grads():
             return
         mine, twin = self.each(lambda side: side.unscale())
@@ -305,8 +300,6 @@ class Laws(RuleBasedStateMachine):
     @precondition(lambda self: self.stage == "empty")
     @rule()
     def load_model(self):
-        """Load the model's state of now, changed."""
-
         def load(side):
             state = plain(dict(side.model.state_dict()))
             side.load_model({k: v / 2 if v.is_floating_point() else v for k, v in state.items()})
@@ -332,7 +325,6 @@ class Laws(RuleBasedStateMachine):
     @precondition(lambda self: self.stage == "empty")
     @rule()
     def give_back_and_hand_over(self):
-        """Have the model back in float32, and go on."""
         before = plain(dict(self.mine.model.state_dict()))
         self.each(lambda side: side.detach())
         assert_same(plain(dict(self.mine.model.state_dict())), before)
@@ -343,15 +335,11 @@ class Laws(RuleBasedStateMachine):
 
 
 class HalfLaws(Laws):
-    """In 16 bits: flat masters, and a master for each parameter."""
-
     dtypes, flat = [torch.float16, torch.bfloat16], [True]
     twin_of = staticmethod(lambda setup: Mixed(setup._replace(flat=False)))
 
 
 class HandLaws(Laws):
-    """In 16 bits: `MixedTraining` and a loop by hand."""
-
     dtypes, opts = [torch.float16, torch.bfloat16], ["torch SGD", "torch AdamW"]
     twin_of = staticmethod(ByHand)
 

@@ -93,6 +93,7 @@ def assign(model, opt):
 
 
 CHANGES = {
+    "data": lambda model, _: [p.data.mul_(2) for p in model.parameters()],
     "drift": lambda model, _: drift(model),
     "view": lambda model, _: model[0].weight.detach().view(-1)[3:7].fill_(0.5),
     "transpose": lambda model, _: setattr(model[0].weight, "data", model[0].weight.data.t()),
@@ -118,6 +119,7 @@ def test_changed_weights_are_in_the_next_pass_and_in_the_file_and_are_trained(ch
         if kind != "fp32":
             with_masters(model, opt, dtype=dtype, flat_master=flat)
         step(model, opt, torch.ones(2, 4)), opt.zero_grad()
+        model(torch.ones(2, 4))  # later passes do not compute with its copies
         CHANGES[change](model, opt)
         ends.append([model(torch.ones(2, 4))])
         ends[-1][0].sum().backward(), opt.step()
