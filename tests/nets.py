@@ -16,8 +16,6 @@ torch.set_num_threads(1)  # these tensors are tiny: a second thread would only w
 
 
 class Scale(nn.Module):
-    """Multiply by a parameter of no dimension."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))

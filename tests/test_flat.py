@@ -315,8 +315,7 @@ def test_chunks_are_rounded_with_noise_of_their_own_and_random_numbers_are_left(
 
 
 @pytest.mark.parametrize("factor", [1.0, float("inf")])
-def test_gradients_are_freed_when_they_are_cleared(factor):
-    """Also those of a step that was skipped."""
+def test_gradients_are_freed_when_they_are_cleared_also_after_a_skip(factor):
     model = Net()
     model, opt = with_masters(model, torch.optim.AdamW(model.parameters()), flat_master=True)
     (model(X).square().mean() * factor).backward()
