@@ -187,9 +187,10 @@ def test_steps_out_of_order_and_without_gradients():
     with pytest.raises(RuntimeError, match="step\\(\\) has already been called"):
         scaler.step(opt)
     scaler.update()
+    assert scaler.step(opt) is True  # with the same gradients
     opt.zero_grad()
     scaler.scale(torch.zeros(()))
-    assert scaler.step(opt) is True and w.tolist() == [-1.0, -1.0]
+    assert scaler.step(opt) is True and w.tolist() == [-2.0, -2.0]
 
 
 def test_released_gradients_are_unscaled():
