@@ -32,7 +32,7 @@ from mixedfp import scaler as scalers
 from mixedfp import step as steps
 from mixedfp.callback import MixedPrecision
 from mixedfp.engine import flat
-from mixedfp.engine.forward import part_of
+from mixedfp.engine.forward import PassForward, part_of
 from mixedfp.optimizer import with_masters
 from mixedfp.scaler import LossScaler
 from mixedfp.testing import assert_same
@@ -246,7 +246,6 @@ class Loop:
         self.wrap()
 
     def wrap(self):
-        """Give the model masters."""
         if not self.is_plain:
             before = self.opt
             self.model, self.opt = with_masters(self.model, before, dtype=self.dtype, **self.kept)
@@ -260,7 +259,6 @@ class Loop:
         return self.model(x)
 
     def loss(self, i):
-        """Return the loss of batch `i`."""
         x, y = self.net.batch(i)
         loss = cross_entropy(self.forward(x), y)
         self.see(loss)
@@ -272,7 +270,6 @@ class Loop:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def scale_by(self, scale, **settings):
-        """Scale losses from here on."""
         make = torch.amp.GradScaler if self.is_plain else LossScaler
         self.scaler = make(DEVICE, init_scale=scale, growth_interval=3, **settings)
 
@@ -289,14 +286,12 @@ class Loop:
             self.scaler.update()
 
     def iterate(self, n, first=0):
-        """Train on `n` batches."""
         for i in range(first, first + n):
             self.opt.zero_grad()
             self.backward(i)
             self.step()
 
     def train_only(self, *parts):
-        """Freeze all but these parts."""
         for name, p in self.model.named_parameters():
             p.requires_grad_(name.split(".")[0] in parts and p.dtype != torch.float64)
 
@@ -317,7 +312,6 @@ class Loop:
             self.wrap()
 
     def see(self, what):
-        """Remember it."""
         self.log.append(plain(what))
 
     def look(self):
@@ -467,6 +461,7 @@ def assert_plain(model, row):
     other = NETS[row.model].build()
     assert type(model) is type(other) and vars(model).keys() >= vars(other).keys()
     for a, b in zip(model.modules(), other.modules(), strict=True):
+        assert not isinstance(a.forward, PassForward)
         for hooks in ("_forward_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
             assert len(vars(a)[hooks]) == len(vars(b)[hooks])
     dtypes = {k: v.dtype for k, v in model.state_dict().items()}
@@ -477,7 +472,6 @@ def assert_plain(model, row):
 
 
 def learn_state(learn):
-    """Return copies of all that training changes."""
     is_frozen = [not p.requires_grad for p in learn.model.parameters()]
     return {"weights": weights(learn), "opt": opt_state(learn), "frozen": is_frozen}
 

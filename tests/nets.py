@@ -16,8 +16,6 @@ torch.set_num_threads(1)  # these tensors are tiny: a second thread would only w
 
 
 class Scale(nn.Module):
-    """Multiply by a parameter of no dimension."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -196,17 +194,13 @@ STEMS = {
 
 
 class Net(NamedTuple):
-    """A network: its inputs, and the kind of its layer."""
-
     inputs: str
     kind: str
 
     def build(self):
-        """Make the model."""
         return Built(self).to(DEVICE)
 
     def batch(self, seed, n=4):
-        """Return `n` inputs and their classes."""
         rng = torch.Generator().manual_seed(seed)
         y = torch.randint(2, (n,), generator=rng).to(DEVICE)
         if self.inputs in ("words", "padded"):

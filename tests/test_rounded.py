@@ -229,19 +229,15 @@ def test_parts_compute_in_16_bits_only_when_asked_to(dtype, flat, n_rounded):
 
 
 class Nested(nn.Module):
-    """Calls itself, and may give a part a hook that takes its copy away from the next pass on."""
-
-    def __init__(self, with_grad, *hooks):
+    def __init__(self, with_grad):
         super().__init__()
         self.first, self.linear = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.with_grad, self.hooks = with_grad, [*hooks]
+        self.with_grad = with_grad
 
     def forward(self, x, depth=1):
         y = self.linear(self.first(x))
         outer, is_tied = self.linear.weight, self.linear.weight.requires_grad
         if depth:
-            while self.hooks:
-                self.first.register_forward_pre_hook(self.hooks.pop())
             with torch.set_grad_enabled(self.with_grad):
                 inner = self(y, depth - 1)
             y = y + inner
@@ -250,20 +246,12 @@ class Nested(nn.Module):
         return y + self.linear(y)
 
 
-INSIDE = {"grad": (True,), "no_grad": (False,), "hook": (True, limit_own)}
-
-
 @flats
-@pytest.mark.parametrize("how", INSIDE.values(), ids=INSIDE)
-def test_a_model_called_inside_its_own_pass_shares_the_copies(how, flat, n_rounded):
-    """A hook that is added in a pass counts from the next one."""
-    full, half, _ = pair(Nested, *how, flat_master=flat)
-    if len(how) > 1:
-        half(X), full(X), half(X), full(X)
-        assert_close(list(half.parameters()), list(full.parameters()), 2**-9)
-    n = n_rounded()
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_a_model_called_inside_its_own_pass_shares_the_copies(with_grad, flat, n_rounded):
+    full, half, _ = pair(Nested, with_grad, flat_master=flat)
     assert_trains_alike(full, half)
-    assert n_rounded() == n + 1
+    assert n_rounded() == 1
     with torch.no_grad():
         assert_close(half(X), full(X))
 
@@ -297,7 +285,12 @@ def in_threads(f, n):
         return pool.map_async(f, range(n), 1).get(30)
 
 
-ERRORS = ValueError("no"), RuntimeError("no"), torch.OutOfMemoryError("no"), KeyboardInterrupt("no")
+ERRORS = (
+    ValueError("no"),
+    RuntimeError("no"),
+    torch.OutOfMemoryError("no dtype"),
+    KeyboardInterrupt("no"),
+)
 
 
 @flats
@@ -391,21 +384,11 @@ class Scaled(nn.Module):
         return (x + self.start) * self.scale + self.shift
 
 
-class Checkpointed(nn.Sequential):
-    reentrant = None
-
-    def forward(self, x):
-        x = self[0](x)
-        if self.reentrant is None:
-            return self[1](x)
-        return checkpoint(self[1], x, use_reentrant=self.reentrant)
-
-
 @flats
 @both
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_in_a_model_and_around_it_give_the_same_gradients(reentrant, dtype, flat):
-    model = Checkpointed(nn.Linear(4, 4), nn.Sequential(Scaled(), *net()))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Scaled(), *net()))
     half, opt = mixed(model, dtype, flat_master=flat)
 
     def gradients(out):
@@ -414,12 +397,11 @@ def test_checkpoints_in_a_model_and_around_it_give_the_same_gradients(reentrant,
         return copy.deepcopy(grads(half))
 
     want = gradients(half(X))
-    half.reentrant = reentrant
-    assert_same(gradients(half(X)), want)
-    assert is_clean(half)
-    half.reentrant = None
     x = X.clone().requires_grad_()
     assert_same(gradients(checkpoint(half, x, use_reentrant=reentrant)), want)
+    half[1].forward = partial(checkpoint, half[1].forward, use_reentrant=reentrant)
+    assert_same(gradients(half(X)), want)
+    assert is_clean(half)
 
 
 Upper = type("Upper", (nn.Module,), {"forward": lambda self, w: w.triu()})
@@ -591,38 +573,6 @@ def test_an_optimizer_that_steps_in_the_backward_pass(dtype):
         return [p.detach() for p in opts]
 
     assert_close(train(net(), dtype), train(net()), 0.01)
-
-
-def change(model, opt, how):
-    """Change parameters as training code does."""
-    if how == "replaced":
-        model[0].weight = opt.param_groups[0]["params"][0] = nn.Parameter(torch.full((8, 4), 0.5))
-    elif how == "swapped":
-        torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.full((8, 4), 0.5)))
-    elif how == "joined":
-        torch.manual_seed(2), model.append(nn.Linear(3, 3))
-        opt.add_param_group({"params": list(model[-1].parameters())})
-    elif how == "assigned":
-        model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True)
-        opt.param_groups[0]["params"] = list(model.parameters())
-
-
-@flats
-@both
-@pytest.mark.parametrize("how", ["replaced", "swapped", "joined", "assigned"])
-def test_parameters_that_change_in_training(how, dtype, flat):
-    def train(model, opt):
-        for i in range(6):
-            if i == 2:
-                change(model, opt, how)
-            opt.zero_grad()
-            model(X).square().mean().backward()
-            opt.step()
-        return dict(model.state_dict())
-
-    full, half, opt = pair(net, dtype=dtype, flat_master=flat)
-    want = train(full, torch.optim.SGD(full.parameters(), 0.1))
-    assert_close(train(half, opt), want, 0.01)
 
 
 @flats

@@ -17,15 +17,9 @@ from typing import NamedTuple
 import fastai.optimizer
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from laws import small_chunks
 from tiny import plain
 from torch import nn
@@ -91,8 +85,6 @@ OPTIMIZERS = {
 
 
 class Setup(NamedTuple):
-    """How a program trains."""
-
     opt: str
     scale: float | None  # of the loss, at first
     flat: bool
@@ -104,7 +96,6 @@ class Setup(NamedTuple):
         return dict(dtype=self.dtype, flat_master=self.flat)
 
     def scaler(self, guard):
-        """Return a scaler of losses, or else `guard`."""
         if self.scale is None:
             return guard
         return LossScaler(init_scale=self.scale, growth_interval=2, max_scale=2.0**12)
@@ -262,7 +253,6 @@ class Laws(RuleBasedStateMachine):
 
     @rule(batches=st.lists(BATCHES, min_size=1, max_size=3), look=st.booleans())
     def iterate(self, batches, look):
-        """Do a whole iteration, with all verbs in their order."""
         for batch in batches:
             self.backward(batch)
         self.unscale_and_step(look)
@@ -281,7 +271,6 @@ class Laws(RuleBasedStateMachine):
     @precondition(lambda self: self.stage == "scaled" and self.has_grads())
     @rule(look=st.booleans())
     def unscale_and_step(self, look):
-        """Step, or skip where a gradient is not finite."""
         if not self.has_grads():
             return
         mine, twin = self.each(lambda side: side.unscale())
@@ -311,8 +300,6 @@ class Laws(RuleBasedStateMachine):
     @precondition(lambda self: self.stage == "empty")
     @rule()
     def load_model(self):
-        """Load the model's state of now, changed."""
-
         def load(side):
             state = plain(dict(side.model.state_dict()))
             side.load_model({k: v / 2 if v.is_floating_point() else v for k, v in state.items()})
@@ -338,7 +325,6 @@ class Laws(RuleBasedStateMachine):
     @precondition(lambda self: self.stage == "empty")
     @rule()
     def give_back_and_hand_over(self):
-        """Have the model back in float32, and go on."""
         before = plain(dict(self.mine.model.state_dict()))
         self.each(lambda side: side.detach())
         assert_same(plain(dict(self.mine.model.state_dict())), before)
@@ -349,15 +335,11 @@ class Laws(RuleBasedStateMachine):
 
 
 class HalfLaws(Laws):
-    """In 16 bits: flat masters, and a master for each parameter."""
-
     dtypes, flat = [torch.float16, torch.bfloat16], [True]
     twin_of = staticmethod(lambda setup: Mixed(setup._replace(flat=False)))
 
 
 class HandLaws(Laws):
-    """In 16 bits: `MixedTraining` and a loop by hand."""
-
     dtypes, opts = [torch.float16, torch.bfloat16], ["torch SGD", "torch AdamW"]
     twin_of = staticmethod(ByHand)
 
@@ -371,4 +353,4 @@ def test_any_program_keeps_the_laws(laws, n):
     how |= dict(phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck))
     how |= dict(deadline=None, database=None, report_multiple_bugs=False)
     with small_chunks(16):
-        run_state_machine_as_test(laws, settings=settings(**how))
+        stateful.run_state_machine_as_test(laws, settings=settings(**how))

@@ -71,7 +71,6 @@ def one_group(model):
 
 
 def three_groups(model):
-    """Split `conv_net` in three."""
     return [params(model[:2]), params(model[2:6]), params(model[6:])]
 
 
