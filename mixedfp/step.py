@@ -213,7 +213,6 @@ class MasterStep:
     def skip(self, scaler: LossScaler | None = None) -> None:  # that decided; None: the guard
         "Skip this step and restore the buffers; nothing else has changed. Called by scalers."
         self.decided_by = scaler or self.guard
-        private.count_as_stepped(self.core)
         if self.loop is not None:
             self.loop.checked = []  # frees the gradients once the caller has cleared them
         self._restore()

@@ -332,7 +332,7 @@ def test_the_scale_is_ahead_of_the_host_and_copies_read_what_is_late(copied, lat
     for found in ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0)):  # by the checks of two optimizers
         scaler.scale(torch.ones(()))
         for number in found:
-            scaler.adopt(SGD([nn.Parameter(X)], 0.1), 1.0, scalers.Late(torch.tensor(number)))
+            scaler.register(SGD([nn.Parameter(X)], 0.1), 1.0, scalers.Late(torch.tensor(number)))
         scaler.update()
     assert scaler.scale(torch.ones(())) == scaler.get_scale() == 2.0**9 and not late
     other = copied(scaler)
@@ -350,7 +350,7 @@ def test_two_optimizers_of_which_one_accumulates_while_the_scale_changes(dtype, 
         opts = [SGD(m.parameters(), 2.0**-4, fused=True) for m in nets]
         with_masters(nets, *opts, dtype=dtype)
         scaler = LossScaler("cpu", 8.0, growth_interval=1)
-        scaler.adopt(opts[1])
+        scaler.register(opts[1])
         for i in range(8):
             factor = INF if i == 5 else 1.0
             loss = (nets[0](X).sum() * factor + nets[1](X).sum()).float()

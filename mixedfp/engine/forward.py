@@ -163,8 +163,8 @@ class NormForward(PartForward):
     """The forward pass of a norm that takes and returns the dtype of its input.
 
     PyTorch's kernels accumulate in float32 internally. Under `torch.autocast` they would also
-    return float32, and the next product would cast it back. If input and weight differ in dtype,
-    both are widened.
+    return float32, and the next product would cast it back. If input, weight and bias differ in
+    dtype, all are widened.
     """
 
     def compute(self, input: Tensor) -> Tensor:  # dtype and shape of `input`
@@ -172,8 +172,8 @@ class NormForward(PartForward):
         m: Any = self.module
         x: Any = input
         w, b = m.weight, None if isinstance(m, nn.RMSNorm) else m.bias
-        if w is not None and w.dtype != x.dtype:
-            wide = torch.promote_types(x.dtype, w.dtype)
+        if w is not None and w.dtype != x.dtype or b is not None and b.dtype != x.dtype:
+            wide = torch.promote_types(x.dtype, torch.float32)
             x, w, b = (None if t is None else t.to(wide) for t in (x, w, b))
         with without_autocast(x.device.type):
             if isinstance(m, nn.LayerNorm):
