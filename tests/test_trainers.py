@@ -372,6 +372,13 @@ def test_fsdp2_in_fabric_and_lightning(tmp_path):
         assert found["fabric", None] == pytest.approx(found["lightning", None])
 
 
+def test_a_model_that_is_sharded_once_the_plugin_has_it_is_checked(alone):
+    plugin = MastersPrecision("bf16")
+    fully_shard(plugin.convert_module(make_net()[::3]))
+    with pytest.raises(MixedPrecisionError, match="computes in torch.float32"):
+        plugin.forward_context().__enter__()
+
+
 class Gan(lightning.LightningModule):
     """Generator and critic: each is frozen in turn, or `both` step after one loss."""
 
