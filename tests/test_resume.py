@@ -19,6 +19,7 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.text.data import LMDataLoader, LMTensorText
 from tiny import Do, dropout_net, images, make_dls, make_learner, one_group, plain, three_groups
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from mixedfp import masters_of
 from mixedfp.callback import MixedPrecision
@@ -101,19 +102,11 @@ def ends(learn):
     found["random"] = [random.random(), float(np.random.rand()), torch.rand(2)]
     if "mp_cb" in vars(learn):
         found["scaler"] = learn.mp_cb.mixed.scaler.state_dict()
-    return as_python(plain(found))
+    return with_numbers_of_python(found)
 
 
-def as_python(o):
-    """Return `o` with Python's numbers for numpy's."""
-    if isinstance(o, dict):
-        return {k: as_python(v) for k, v in o.items()}
-    if isinstance(o, list):
-        return [as_python(v) for v in o]
-    return o.item() if isinstance(o, np.generic) else o
-
-
-# Every way to train
+def with_numbers_of_python(o):
+    return tree_map_only(np.generic, np.generic.item, plain(o))
 
 
 class Now(nn.Module):
@@ -222,9 +215,6 @@ def test_a_finished_run_trains_nothing_and_a_second_fit_all_its_epochs(tmp_path)
     assert set(trained) == {0, 1} and Checkpoint("run").resume(start(tmp_path)) == 3
 
 
-# Several fits
-
-
 def several_fits(path, *cbs):
     """Fit by two objects of one name; what is between the fits does not count."""
     learn = start(path, split=three_groups)
@@ -266,9 +256,6 @@ def test_other_fits_than_those_of_the_file_are_refused(tmp_path):
     assert_same(ends(learn)["weights"], before["weights"])
 
 
-# The file
-
-
 @pytest.fixture(scope="module")
 def after_two(tmp_path_factory):
     """The checkpoint of two epochs in flat float16."""
@@ -283,7 +270,7 @@ def test_plain_fastai_reads_it(after_two, tmp_path):
     learn = start(tmp_path, "fp32")
     learn.load(after_two.with_suffix(""))
     assert_same(dict(learn.model.state_dict()), dict(state["model"]))
-    assert_same(as_python(plain(learn.opt.state_dict()))["state"], state["opt"]["state"])
+    assert_same(with_numbers_of_python(learn.opt.state_dict())["state"], state["opt"]["state"])
     one_cycle(learn, 1)
 
 

@@ -20,7 +20,7 @@ from skorch import NeuralNetClassifier
 from skorch import callbacks as cbs
 from skorch.callbacks import Callback, GradientNormClipping
 from torch import nn
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import LBFGS, SGD
 
 from mixedfp import masters_of, with_masters
 from mixedfp.formats import MixedPrecisionError
@@ -103,10 +103,6 @@ def ends(net):
     return weights(net), opt, net.grad_scaler_.state_dict()
 
 
-def repickled(net):
-    return pickle.loads(pickle.dumps(net))
-
-
 def assert_near(net, plain):
     torch.testing.assert_close(weights(net), weights(plain), rtol=0.05, atol=0.02)
 
@@ -146,7 +142,7 @@ def test_an_interrupt_before_the_step_leaves_a_usable_scaler():
 SMALL = dict(flat_master=True, keep_fp32=["last"], **ROUNDED)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("kinds", [{}, dict(flat_master=True), SMALL], ids=["each", "flat", "16"])
 def test_a_net_is_the_loop_of_pytorchs_documentation(dtype, kinds):
     """Two callbacks clip true gradients; the scale grows after three steps."""
@@ -167,14 +163,7 @@ def test_a_net_is_the_loop_of_pytorchs_documentation(dtype, kinds):
         scaler.update()
     assert_same(ends(net.partial_fit(*table()))[:2], ends(hand)[:2])
     assert net.optimizer_.masters.policy == opt.masters.policy
-    assert net.grad_scaler_.get_scale() == scaler.get_scale() > (0 if dtype == "bf16" else 2**16)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_masters_in_float32_change_nothing(flat):
-    settings = dict(optimizer=AdamW, lr=2**-5, optimizer__weight_decay=0.125)
-    mixed = fit(**settings, amp_enabled=True, amp_dtype="fp32", flat_master=flat)
-    assert_same(weights(mixed), weights(fit(cls=NeuralNetClassifier, **settings)))
+    assert net.grad_scaler_.get_scale() == scaler.get_scale() > (2**16 if dtype == "fp16" else 0)
 
 
 @every_mode
@@ -224,7 +213,7 @@ def test_a_criterion_with_parameters_is_trained_in_float32(mode):
 @every_mode
 def test_a_copy_continues_as_the_original(mode):
     net = fit(mode, data=overflowing(), grad_scaler__growth_interval=3)
-    twins = [repickled(net), copy.deepcopy(net)]
+    twins = [pickle.loads(pickle.dumps(net)), copy.deepcopy(net)]
     for _ in range(2):
         for twin in twins:
             assert_same(ends(twin), ends(net))
@@ -265,7 +254,7 @@ def test_a_trimmed_net_predicts():
     before, masters = net.forward(X), weights(net)
     net.trim_for_prediction()
     assert_same(net.forward(X), before)
-    twin = repickled(net)  # has no optimizer, so no masters: in float32
+    twin = pickle.loads(pickle.dumps(net))  # has no optimizer, so no masters: in float32
     assert_same(weights(twin), masters)
     assert (twin.forward(X) - before).abs().max() < 2**-8
 
