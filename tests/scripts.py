@@ -324,18 +324,15 @@ def diffusion(run):
         eps, a = noise(step + 1, *x.shape), alpha[t].view(-1, 1, 1, 1)
         return F.mse_loss(m(a.sqrt() * x + (1 - a).sqrt() * eps, t).float(), eps)
 
-    @torch.no_grad()
-    def average():
-        for s, p in pairs(ema, model):
-            s.sub_(0.1 * (s - p))
-
     def copy_to_model(values):
         for p, value in zip(model.parameters(), values, strict=True):
             p.data.copy_(value.data)
 
     for step in run.steps(40):
         run.descend(opt, loss_of(model, step), clip=1.0)
-        average()
+        with torch.no_grad():
+            for s, p in pairs(ema, model):
+                s.sub_(0.1 * (s - p))
         average_by_hand(by_hand, model, 0.1)
         if step % 10 == 0:
             before = deepcopy(dict(model.state_dict()))

@@ -111,13 +111,8 @@ def test_a_fit_takes_the_bytes_per_parameter_that_the_table_names(settings, n_by
     assert_is_documented(peak, n_bytes + n_copies)
 
 
-# `memory_of` and the command
-
-SETTINGS = {
-    "to_bf16": BF16,
-    "and 16-bit gradients": BF16 | HALF,
-    "and 16-bit states": BF16 | HALF | NARROW,
-}
+SETTINGS = {"to_bf16": BF16, "and 16-bit gradients": BF16 | HALF}
+SETTINGS["and 16-bit states"] = BF16 | HALF | NARROW
 
 
 def make_blocks():

@@ -68,15 +68,11 @@ class Outer(nn.Module):
         return self.call(self.inner, x, use)
 
 
-def other(inner, x, use):
+def other(inner, x, use, computes=False):
     """Call another method than `forward`."""
-    x = inner.encode(x)
-    return inner.last(x + inner.some(x))
-
-
-def computing_other(inner, *args):
-    with computing(inner):
-        return other(inner, *args)
+    with computing(inner) if computes else nullcontext():
+        x = inner.encode(x)
+        return inner.last(x + inner.some(x))
 
 
 def in_turn(layers, x, use):
@@ -174,8 +170,7 @@ def by_hand(net=Net, n_parts=1, n_passes=1, wrap=None, dtype=BF16, **_):
             outs = [whole(batch(rank, 0, k) + j) for j in range(n_passes)]
             sum(out.square().mean() for out in outs).backward()
         found.append(grads_of(model))
-    pairs = zip(*found, strict=True)
-    return [None if one is None else one / 2 + two / 2 for one, two in pairs]
+    return [one / 2 + two / 2 for one, two in zip(*found, strict=True)]
 
 
 BOTH = {  # flat and not
@@ -198,7 +193,7 @@ CASES = {f"{name}, {k}": v | case for name, case in BOTH.items() for k, v in LAY
     "inside": dict(wrap=each_inside),
     "outer": dict(wrap=Outer),
     "other": dict(wrap=partial(Outer, call=other)),
-    "computing": dict(wrap=partial(Outer, call=computing_other)),
+    "computing": dict(wrap=partial(Outer, call=partial(other, computes=True))),
 }
 
 
@@ -240,10 +235,9 @@ def overlap(rank, dtype):
         with torch.profiler.profile() as profile:
             ddp(torch.randn(8, 1024)).square().mean().backward()
         opt.step()
-    starts = {k: [e.time_range.start for e in profile.events() if e.name == k]
-              for k in ("aten::mm", "c10d::allreduce_")}  # fmt: skip
-    sent = starts["c10d::allreduce_"]
-    return len(sent), sum(t < max(starts["aten::mm"]) for t in sent)
+    names = "aten::mm", "c10d::allreduce_"
+    made, sent = ([e.time_range.start for e in profile.events() if e.name == k] for k in names)
+    return len(sent), sum(t < max(made) for t in sent)
 
 
 def find(rank):
@@ -333,8 +327,8 @@ def test_what_changes_no_bit(name, other, ranks):
 
 def test_half_of_the_messages_begin_before_the_last_product(ranks):
     """There are as many as in float32."""
-    pairs = zip(ranks(f"overlap {FULL}"), ranks(f"overlap {BF16}"), strict=True)
-    for (n_full, _), (n, early) in pairs:
+    found = (ranks(f"overlap {dtype}") for dtype in (FULL, BF16))
+    for (n_full, _), (n, early) in zip(*found, strict=True):
         assert n == n_full >= 4 and early >= n / 2
 
 

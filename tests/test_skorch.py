@@ -20,7 +20,7 @@ from skorch import NeuralNetClassifier
 from skorch import callbacks as cbs
 from skorch.callbacks import Callback, GradientNormClipping
 from torch import nn
-from torch.optim import LBFGS, SGD
+from torch.optim import SGD
 
 from mixedfp import masters_of, with_masters
 from mixedfp.formats import MixedPrecisionError
@@ -181,33 +181,6 @@ def test_a_skipped_step_changes_nothing(mode):
     else:
         net.set_params(skip_nonfinite=False).partial_fit(*table(np.nan))
         assert any(w.isnan().any() for w in weights(net).values())
-
-
-def test_lbfgs_calls_its_closure_several_times_so_no_step_is_skipped():
-    settings = LINEAR | dict(optimizer=LBFGS, optimizer__max_iter=4, max_epochs=1, batch_size=-1)
-    nets = fit("bf16", **settings, skip_nonfinite=False), fit(**settings)
-    start = make(**settings).initialize().module_.weight
-    away, moved = (net.module_.weight - start for net in nets)
-    assert (away - moved).norm() < 0.1 * moved.norm()
-    for mode in ("fp16", "bf16"):
-        with pytest.raises(MixedPrecisionError, match="cannot be skipped"):
-            fit(mode, **settings)
-
-
-@every_mode
-def test_a_criterion_with_parameters_is_trained_in_float32(mode):
-    class Weighted(Loss):
-        def __init__(self):
-            super().__init__()
-            self.factor = nn.Parameter(torch.ones(()))
-
-        def forward(self, pred, target):
-            return super().forward(self.factor * pred, target)
-
-    mixed, plain = (fit(m, criterion=Weighted) for m in (mode, None))
-    factors = [net.criterion_.factor.item() for net in (mixed, plain)]
-    assert factors[0] == pytest.approx(factors[1], abs=0.01) and abs(factors[1] - 1) > 0.02
-    assert_near(mixed, plain)
 
 
 @every_mode

@@ -129,20 +129,22 @@ def by_fabric(dtype, data, accumulate=2, save=None, resume=None, **settings):
     return ends(net, own, plugins[0].logs if plugins else {})
 
 
-def by_accelerate(dtype, data, accumulate=2, save=None, resume=None, how="", **settings):
+together = accelerate.Accelerator.prepare  # the model, and then the optimizer
+ORDERS = {
+    "optimizer first": lambda a, net, opt: reversed(a.prepare(opt, net)),
+    "one by one": lambda a, net, opt: (a.prepare(net), a.prepare(opt)),
+    "compiled": lambda a, net, opt: a.prepare(torch.compile(net, backend="eager"), opt),
+}
+
+
+def by_accelerate(dtype, data, accumulate=2, save=None, resume=None, prepare=together, **settings):
     gc.collect()  # Accelerate counts batches of any loader that a Trainer has left in mid-epoch
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     if dtype is not None:
         assert use_masters(accelerator, dtype, **settings) is accelerator
     net = make_net()
     own = make_opt(net.parameters())
-    if how == "optimizer first":
-        opt, model = accelerator.prepare(own, net)
-    elif how == "one by one":
-        model, opt = accelerator.prepare(net), accelerator.prepare(own)
-    else:
-        whole = torch.compile(net, backend="eager") if how == "compiled" else net
-        model, opt = accelerator.prepare(whole, own)
+    model, opt = prepare(accelerator, net, own)
     if resume is not None:
         accelerator.load_state(resume)
     for x, y in data[4 if resume else 0 :]:
@@ -265,9 +267,9 @@ def test_a_trainer_ends_as_a_loop_by_hand(train, dtype, kept):
         assert_same(found, train(None, batches()))
 
 
-@pytest.mark.parametrize("how", ["optimizer first", "one by one", "compiled"])
-def test_accelerate_is_given_model_and_optimizer_in_any_order(how):
-    assert_same(by_accelerate("fp16", batches(4), how=how), by_hand("fp16", batches(4)))
+@pytest.mark.parametrize("prepare", ORDERS.values(), ids=ORDERS)
+def test_accelerate_is_given_model_and_optimizer_in_any_order(prepare):
+    assert_same(by_accelerate("fp16", batches(4), prepare=prepare), by_hand("fp16", batches(4)))
 
 
 @ANY
@@ -307,10 +309,9 @@ def replicated(rank):
         bad = None if dtype in (None, "fp32") else 4
         data = [batches(bad if r == 1 else None, seed=r) for r in range(2)]
         found["by_hand", dtype] = by_hand(dtype, data[rank], accumulate=1, ddp=True)
+        dealt = [batch for step in zip(*data, strict=True) for batch in step]  # by the Trainer
         for train in TRAINERS:
-            mine = data[rank]
-            if train is by_trainer:  # it deals out the batches
-                mine = [batch for step in zip(*data, strict=True) for batch in step]
+            mine = dealt if train is by_trainer else data[rank]
             found[train.__name__, dtype] = train(dtype, mine, accumulate=1)
     return found
 
@@ -352,9 +353,7 @@ def sharded(rank):
             losses.append(float(loss.detach()))
         module = Module(partial(SGD, lr=0.1))
         module.net = make_pair()
-        module.configure_model = partial(
-            lambda m, dtype: shard(m, m.device_mesh, dtype), module, dtype
-        )
+        module.configure_model = lambda m=module, dtype=dtype: shard(m, m.device_mesh, dtype)
         how = dict(strategy=ModelParallelStrategy(**sizes), gradient_clip_val=0.5)
         trainer_of(plugins_of(dtype), **how).fit(module, loader(batches(seed=rank)))
         found["lightning", dtype] = [loss for _, loss in module.seen]
@@ -597,11 +596,7 @@ def test_accelerate_unscales_the_gradients_of_all_optimizers():
         accelerator.backward(cross_entropy(net(x), y))
     for which in (None, prepared[2:]):
         accelerator.unscale_gradients(which)
-        for net in nets:
-            assert 0 < largest_grad(net) < 3
-
-
-KIND = pytest.mark.parametrize("kind, flat", [("bert", True), ("llama", False)])
+        assert all(0 < largest_grad(net) < 3 for net in nets)
 
 
 def make_model(kind):
@@ -637,7 +632,7 @@ def trained(kind, dtype, path, resume=None, flat=False, **more):
     return ends(trainer.model, opt, {}) | {"losses": losses}, trainer
 
 
-@KIND
+@pytest.mark.parametrize("kind, flat", [("bert", True), ("llama", False)])
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor"])
 def test_the_trainer_trains_and_resumes_a_model_of_transformers(kind, flat, optim, tmp_path):
     """In float32 as a plain one. With a schedule, an evaluation and the best model at the end."""
@@ -661,8 +656,7 @@ def test_the_trainer_compiles_a_model(tmp_path):
 
 def test_the_trainer_generates_with_one_set_of_copies(tmp_path, monkeypatch):
     """Token by token; without a Trainer's evaluation each token has its own."""
-    rounds = []
-    count = Copies.round
+    rounds, count = [], Copies.round
     monkeypatch.setattr(Copies, "round", lambda self: rounds.append(self) or count(self))
 
     class Generating(transformers.Trainer):
@@ -693,17 +687,14 @@ def test_lora_makes_the_adapter_float32_and_leaves_its_base(base, tmp_path):
         return peft.get_peft_model(make_model("llama").to(base), config)
 
     model = make()
-    whole, trainer = trained("llama", "bf16", tmp_path, model=model)
+    whole, _ = trained("llama", "bf16", tmp_path, model=model)
     for p in model.parameters():
         assert p.dtype == (torch.float32 if p.requires_grad else base)
     resume = str(tmp_path / "checkpoint-3")
     assert_same(trained("llama", "bf16", tmp_path, resume, model=make())[0], whole)
     plain = peft.PeftModel.from_pretrained(make_model("llama").to(base), tmp_path / "checkpoint-6")
-    adapters = {k: v for k, v in plain.state_dict().items() if "lora" in k}
-    assert_same(adapters, {k: v for k, v in model.state_dict().items() if "lora" in k})
-    if base == torch.float32:
-        plain = trained("llama", None, tmp_path / "plain", model=make())[0]
-        assert_same(trained("llama", "fp32", tmp_path / "fp32", model=make())[0], plain)
+    states = plain.state_dict().items(), model.state_dict().items()
+    assert_same(*({k: v for k, v in state if "lora" in k} for state in states))
 
 
 def test_each_trial_of_a_search_has_masters(tmp_path):
@@ -711,8 +702,7 @@ def test_each_trial_of_a_search_has_masters(tmp_path):
     trainer = trainer_on(make_model("llama"), texts("llama"), max_steps=4)
     trainer.model_init = lambda *_: make_model("llama")
     scaler = LossScaler(growth_interval=1)
-    use_masters(trainer, "fp16", scaler=scaler)
-    trainer.train()
+    use_masters(trainer, "fp16", scaler=scaler).train()
     first = trainer.model
     trainer.create_accelerator_and_postprocess()
     trainer.train()
