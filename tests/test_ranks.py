@@ -195,6 +195,16 @@ CASES = {f"{name}, {k}": v | case for name, case in BOTH.items() for k, v in LAY
     "other": dict(wrap=partial(Outer, call=other)),
     "computing": dict(wrap=partial(Outer, call=partial(other, computes=True))),
 }
+MEANS = ["bf16, each", "last, flat", "no_sync, each", "no_sync, flat", "two passes, each"]
+MEANS += ["inside", "outer", "other", "computing", "parts, each", "views"]
+SAME = [(n, n.replace(", flat", ", each")) for n in CASES if n.endswith(", flat")]
+SAME += [(n, "bf16, each") for n in ("last, each", "wrapped, each", "views")]
+LEARNERS = {
+    "plain": {},
+    "full": dict(dtype=FULL, **FLAT),
+    "bf16": dict(dtype=BF16, **FLAT),
+    **{f"half, {k}": dict(dtype=HALF, bad=True, **v) for k, v in LAYOUTS.items()},
+}
 
 
 def sharded_later(rank, dtype):
@@ -247,14 +257,6 @@ def find(rank):
     return str(e.value)
 
 
-LEARNERS = {
-    "plain": {},
-    "full": dict(dtype=FULL, **FLAT),
-    "bf16": dict(dtype=BF16, **FLAT),
-    **{f"half, {k}": dict(dtype=HALF, bad=True, **v) for k, v in LAYOUTS.items()},
-}
-
-
 def fit(rank, dtype=None, bad=False, **settings):
     """Fit a model with a layer that some batches use; return what both processes agree on."""
     learn = make_learner("adam", Sometimes, dls=make_dls(*images(40, seed=0), n_valid=8, bs=8))
@@ -302,10 +304,6 @@ def test_both_processes_have_the_same_bits(name, ranks):
     assert one["scale"] == (1.0 if not is_half else 128.0 if one["skipped"] else 512.0)
 
 
-MEANS = ["bf16, each", "last, flat", "no_sync, each", "no_sync, flat", "two passes, each"]
-MEANS += ["inside", "outer", "other", "computing", "parts, each", "views"]
-
-
 @pytest.mark.parametrize("name", MEANS)
 def test_gradients_are_the_mean_of_both_processes(name, ranks):
     """Bit for bit, in float32, also where they accumulate under `no_sync`."""
@@ -313,10 +311,6 @@ def test_gradients_are_the_mean_of_both_processes(name, ranks):
     assert_same(one["grads"][0], by_hand(**CASES[name]))
     if "parts" not in name:  # `encode` by itself computes in float32
         assert one["seen"] == (FULL if name == "other" else BF16)
-
-
-SAME = [(n, n.replace(", flat", ", each")) for n in CASES if n.endswith(", flat")]
-SAME += [(n, "bf16, each") for n in ("last, each", "wrapped, each", "views")]
 
 
 @pytest.mark.parametrize("name, other", SAME)

@@ -36,6 +36,11 @@ PRECISIONS = {
     "bf16": ("to_bf16", {}),
     "bf16 state": ("to_bf16", dict(flat_master=True, state_dtype={"sqr_avg": torch.bfloat16})),
 }
+# fits of three epochs, or `n`
+one_cycle = lambda learn, n=3, **how: learn.fit_one_cycle(n, 0.02, **how)  # noqa: E731
+steady = lambda learn, n=3, **how: learn.fit(n, 0.02, wd=0.1, **how)  # noqa: E731
+# it drops `start_epoch` on its way
+flat_cos = lambda learn, **how: learn.fit_flat_cos(3, 0.02, pct_start=0.25, **how)  # noqa: E731
 
 
 def shuffled_dls():
@@ -53,13 +58,6 @@ def start(path, precision=FLAT, opt="adam", model=dropout_net, dls=shuffled_dls,
     getattr(learn, to)(**settings | mixed)
     learn.freeze_to(freeze)
     return learn
-
-
-# fits of three epochs, or `n`
-one_cycle = lambda learn, n=3, **how: learn.fit_one_cycle(n, 0.02, **how)  # noqa: E731
-steady = lambda learn, n=3, **how: learn.fit(n, 0.02, wd=0.1, **how)  # noqa: E731
-# it drops `start_epoch` on its way
-flat_cos = lambda learn, **how: learn.fit_flat_cos(3, 0.02, pct_start=0.25, **how)  # noqa: E731
 
 
 def run(learn, fit=one_cycle, cbs=()):

@@ -36,6 +36,7 @@ MODES = {
 }
 every_mode = pytest.mark.parametrize("mode", MODES)
 ROUNDED = dict(state_dtype={"momentum_buffer": torch.bfloat16})
+SMALL = dict(flat_master=True, keep_fp32=["last"], **ROUNDED)
 LINEAR = dict(module=nn.Linear, module__in_features=4, module__out_features=2)
 BS = 8
 
@@ -137,9 +138,6 @@ def test_an_interrupt_before_the_step_leaves_a_usable_scaler():
     net.callbacks_ = []
     net.partial_fit(*table())
     assert_same(*[dict(n.module_.named_parameters()) for n in (net, fit("fp16"))])
-
-
-SMALL = dict(flat_master=True, keep_fp32=["last"], **ROUNDED)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

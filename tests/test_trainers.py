@@ -54,15 +54,21 @@ from mixedfp.trainers import MastersPrecision, use_masters
 EACH = pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 FLAT = dict(flat_master=True)
 FOLDER = tempfile.gettempdir()  # of trainers that write nothing
+together = accelerate.Accelerator.prepare  # the model, and then the optimizer
+ORDERS = {
+    "optimizer first": lambda a, net, opt: reversed(a.prepare(opt, net)),
+    "one by one": lambda a, net, opt: (a.prepare(net), a.prepare(opt)),
+    "compiled": lambda a, net, opt: a.prepare(torch.compile(net, backend="eager"), opt),
+}
+SWA = partial(cbs.StochasticWeightAveraging, 0.01, swa_epoch_start=2)
+EMA = partial(cbs.EMAWeightAveraging, decay=0.9)
+make_opt = partial(AdamW, lr=0.01, weight_decay=0.1)
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
 
 
 def make_net():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-make_opt = partial(AdamW, lr=0.01, weight_decay=0.1)
 
 
 def batches(bad=None, seed=0, n=8):
@@ -127,14 +133,6 @@ def by_fabric(dtype, data, accumulate=2, save=None, resume=None, **settings):
     if save is not None:
         fabric.save(save, state)
     return ends(net, own, plugins[0].logs if plugins else {})
-
-
-together = accelerate.Accelerator.prepare  # the model, and then the optimizer
-ORDERS = {
-    "optimizer first": lambda a, net, opt: reversed(a.prepare(opt, net)),
-    "one by one": lambda a, net, opt: (a.prepare(net), a.prepare(opt)),
-    "compiled": lambda a, net, opt: a.prepare(torch.compile(net, backend="eager"), opt),
-}
 
 
 def by_accelerate(dtype, data, accumulate=2, save=None, resume=None, prepare=together, **settings):
@@ -431,10 +429,7 @@ class Gan(lightning.LightningModule):
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16"])
 def test_two_networks_with_an_optimizer_each(dtype, both, how):
-    """The scale is updated after each step, and the second may belong to the same loss.
-
-    Gradients of a frozen network would add up if an optimizer held other tensors.
-    """
+    """Each step updates the scale; gradients of frozen networks, if any, would add up."""
     is_scaled, clips = dtype == "fp16", "without" not in how
     is_spoiled = how == "Lightning" and dtype in ("bf16", "fp16")  # it knows both as one model
     data = [x for x, _ in batches(3 if is_spoiled else None)]
@@ -536,10 +531,6 @@ def test_lightning_restores_what_a_part_has_changed_before_the_whole_module():
     trainer_of([MastersPrecision("bf16")]).fit(module, loader(batches(bad=3)))
     assert module.logs["skipped_steps"] == 1
     assert all(b.isfinite().all() for b in module.buffers())
-
-
-SWA = partial(cbs.StochasticWeightAveraging, 0.01, swa_epoch_start=2)
-EMA = partial(cbs.EMAWeightAveraging, decay=0.9)
 
 
 @pytest.mark.parametrize("average", [SWA, EMA], ids=["swa", "ema"])

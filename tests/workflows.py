@@ -219,6 +219,13 @@ def penalizing_gradients(run):
 
 # fastai: lr 0.1 and a weight decay that cannot be overlooked
 
+LOADED_IN = ["before_fit", "before_train", "before_batch", "after_backward", "before_step"]
+LOADED_IN += ["after_step", "after_batch", "before_validate", "after_epoch"]
+CANCELLED = [
+    *("before_step Step", "before_step Batch", "after_backward Batch", "after_loss Batch"),
+    *("after_pred Batch", "after_step Batch", "before_step Train", "after_step Epoch"),
+    "before_batch Fit",
+]
 SEARCH = {"num_it": 4, "show_plot": False, "suggest_funcs": None}
 
 
@@ -320,10 +327,6 @@ def saving_and_loading(learn):
     learn.fit(1, 0.05)
 
 
-LOADED_IN = ["before_fit", "before_train", "before_batch", "after_backward", "before_step"]
-LOADED_IN += ["after_step", "after_batch", "before_validate", "after_epoch"]
-
-
 def loading_in_any_event(learn):
     for event in LOADED_IN:
         learn.fit(1, 0.05, wd=0.1)
@@ -335,13 +338,6 @@ def loading_in_any_event(learn):
             assert_same([weights(learn), opt_state(learn)], saved)
 
         learn.fit(1, 0.02, wd=0.1, cbs=Do(event, load, training=False))
-
-
-CANCELLED = [
-    *("before_step Step", "before_step Batch", "after_backward Batch", "after_loss Batch"),
-    *("after_pred Batch", "after_step Batch", "before_step Train", "after_step Epoch"),
-    "before_batch Fit",
-]
 
 
 def calling_steps_off_and_interrupting_fits(learn):
