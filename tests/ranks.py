@@ -1,7 +1,6 @@
 """Processes that exchange tensors over gloo, for tests of several ranks."""
 
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -50,13 +49,6 @@ def on_ranks(
     if failed:
         raise RuntimeError("\n".join(failed))
     return list(found.values())
-
-
-def run_as_script(file: str, folder: Path) -> None:
-    """Run a file of tests by itself, on a CPU with one thread: its processes may be killed."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)  # the same mixedfp as here
-    subprocess.run([sys.executable, "-W", "ignore", file, folder], env=env, timeout=900, check=True)
 
 
 def _wait(processes, folder, deadline):

@@ -88,6 +88,7 @@ def test_a_planted_fault_is_named_with_a_fix_that_works(slot, fault):
         assert is_fixed(model, found.fix)
 
 
+spoil = lambda learn: learn.model[0].weight.grad.fill_(torch.inf)  # noqa: E731
 BAD_LOSS = lambda pred, y: (pred["logits"] * 0).sum() / 0 * y.sum()  # noqa: E731
 OUTSIDE = {  # of the modules: a factor for a column, the loss function, the phase and the cause
     "large": (1e6, loss_func, "input", "input columns 5 (up to "),
@@ -224,11 +225,6 @@ def with_huge(at=0, **kwargs):
     model = conv_net().append(Huge(2, 2))
     model[-1].at = at
     return make_learner("adam", model).to_fp16(**kwargs)
-
-
-def spoil(learn):
-    """Put inf into a gradient; no pass reproduces that."""
-    learn.model[0].weight.grad.fill_(torch.inf)
 
 
 def test_it_costs_nothing_until_a_step_is_skipped(monkeypatch):

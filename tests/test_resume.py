@@ -36,7 +36,6 @@ PRECISIONS = {
     "bf16": ("to_bf16", {}),
     "bf16 state": ("to_bf16", dict(flat_master=True, state_dtype={"sqr_avg": torch.bfloat16})),
 }
-# fits of three epochs, or `n`
 one_cycle = lambda learn, n=3, **how: learn.fit_one_cycle(n, 0.02, **how)  # noqa: E731
 steady = lambda learn, n=3, **how: learn.fit(n, 0.02, wd=0.1, **how)  # noqa: E731
 # it drops `start_epoch` on its way
@@ -329,8 +328,6 @@ REFUSED = {  # how the file is made, settings of the learner, the message
     "another optimizer": (_whole, dict(opt="torch_adamw"), "number of parameters differ"),
     "other groups": (_whole, dict(split=three_groups), "group 1, group 2 differ"),
     "not a dict": _put("opt", 3),
-    "no progress": _put("opt/checkpoint", None),
-    "no model": _put("model", None),
     "no states": _put("opt/state", [3] * 10),
     "no ranks": _put("opt/checkpoint/ranks", []),
     "a rank": _put("opt/checkpoint/ranks", [{}]),

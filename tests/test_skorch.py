@@ -104,10 +104,6 @@ def ends(net):
     return weights(net), opt, net.grad_scaler_.state_dict()
 
 
-def assert_near(net, plain):
-    torch.testing.assert_close(weights(net), weights(plain), rtol=0.05, atol=0.02)
-
-
 WRONG = [
     ("dtype", dict(amp_dtype="float8"), TypeError),
     ("growth_factor", dict(grad_scaler__growth_factor=0.5), ValueError),
@@ -311,7 +307,7 @@ def test_overridden_methods_keep_mixed_precision(own, order, mode, caplog):
     net = fit(mode, type("Own", bases, {}), **settings, **scale)
     assert {dtype.itemsize for dtype in net.module_.seen} == {2}
     assert None not in map(masters_of, modules(net).values())
-    assert_near(net, plain)
+    torch.testing.assert_close(weights(net), weights(plain), rtol=0.05, atol=0.02)
     warned = [r for r in caplog.records if "grad_scaler_.scale(loss)" in r.message]
     assert len(warned) == ("fp16" in mode and Unscaled in own)
     if "fp16" in mode:  # one update for each step, and none was skipped

@@ -31,9 +31,6 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-# Plain loops
-
-
 def iterating(run):
     run.iterate(5)
 
