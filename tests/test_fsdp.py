@@ -67,8 +67,7 @@ def fit(rank, n, folder, bad=False, cbs=lambda n: [], **settings):
     """Validate, fit, save, fit on, load and fit on again; return what there is to compare."""
     learn = make(n, folder, seed=rank, **settings)
     spoil = lambda learn: setattr(learn, "loss_grad", learn.loss_grad * torch.inf)  # noqa: E731
-    is_spoiled = bad and rank == n - 1
-    cbs = cbs(n) + [Do("before_backward", spoil, at=1, order=9)] * is_spoiled
+    cbs = cbs(n) + [Do("before_backward", spoil, at=1, order=9)] * (bad and rank == n - 1)
     with nullcontext() if n == 1 else learn.fsdp_ctx(shard=nn.Sequential):
         start = learn.validate()
         learn.fit(2, 1e-2, cbs=cbs)
