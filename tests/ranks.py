@@ -1,7 +1,6 @@
 """Processes that exchange tensors over gloo, for tests of several ranks."""
 
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -41,20 +40,15 @@ def on_ranks(
     for process in processes:
         process.kill()
         process.join()
-    found = [_read(folder / f"{rank}.pt", process) for rank, process in enumerate(processes)]
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(found) if isinstance(error, str)]
+    files = {rank: file for rank in range(n) if (file := folder / f"{rank}.pt").exists()}
+    found = {rank: torch.load(file, weights_only=False) for rank, file in files.items()}
+    ends = {rank: f"the process ended with {p.exitcode}" for rank, p in enumerate(processes)}
+    failed = [f"rank {r}: {end}" for r, end in (ends | found).items() if isinstance(end, str)]
     if not in_time:
         raise TimeoutError(f"the time ran out after {SECONDS} s. " + "; ".join(failed))
     if failed:
         raise RuntimeError("\n".join(failed))
-    return found
-
-
-def run_as_script(file: str, folder: Path) -> None:
-    """Run a file of tests by itself, on a CPU with one thread: its processes may be killed."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)  # the same mixedfp as here
-    subprocess.run([sys.executable, "-W", "ignore", file, folder], env=env, timeout=900, check=True)
+    return list(found.values())
 
 
 def _wait(processes, folder, deadline):
@@ -65,13 +59,6 @@ def _wait(processes, folder, deadline):
         if not connection.wait(waiting, max(0.0, deadline - time.monotonic())):
             return False
     return True
-
-
-def _read(file, process):
-    "The result of a process, or the reason why there is none."
-    if file.exists():
-        return torch.load(file, weights_only=False)
-    return f"no result; the process ended with {process.exitcode}"
 
 
 def _run(work, rank, n, folder):

@@ -202,9 +202,8 @@ def gan(run):
     generator = nn.Sequential(*start, deconv, nn.Tanh())
     conv = nn.Conv2d(3, 8, 4, 2, 1)
     critic = nn.Sequential(conv, nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1))
-    opt_g = torch.optim.Adam(generator.parameters(), lr=2e-3, betas=(0.5, 0.999))
-    opt_d = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.999))
     both = nn.ModuleDict(dict(generator=generator, critic=critic))
+    opt_g, opt_d = (torch.optim.Adam(m.parameters(), 2e-3, (0.5, 0.999)) for m in both.values())
     run.begin(both, opt_g=opt_g, opt_d=opt_d)
     criterion, scaler = nn.BCEWithLogitsLoss(), run.scaler
     for step in run.steps(40):
@@ -324,18 +323,15 @@ def diffusion(run):
         eps, a = noise(step + 1, *x.shape), alpha[t].view(-1, 1, 1, 1)
         return F.mse_loss(m(a.sqrt() * x + (1 - a).sqrt() * eps, t).float(), eps)
 
-    @torch.no_grad()
-    def average():
-        for s, p in pairs(ema, model):
-            s.sub_(0.1 * (s - p))
-
     def copy_to_model(values):
         for p, value in zip(model.parameters(), values, strict=True):
             p.data.copy_(value.data)
 
     for step in run.steps(40):
         run.descend(opt, loss_of(model, step), clip=1.0)
-        average()
+        with torch.no_grad():
+            for s, p in pairs(ema, model):
+                s.sub_(0.1 * (s - p))
         average_by_hand(by_hand, model, 0.1)
         if step % 10 == 0:
             before = deepcopy(dict(model.state_dict()))
@@ -551,10 +547,7 @@ def ewc(run):
 
 
 def hogwild(run, model, steps, rank=None, in_turns=True):
-    """Hogwild: optimizers in processes without a lock step weights in shared memory.
-
-    Without a rank, one process does the work of both in turns.
-    """
+    """Hogwild: two processes step shared weights, or one in their place where `rank` is None."""
     opt = torch.optim.SGD(model.parameters(), 0.05)
     run.begin(model, opt=opt)
     for step in run.steps(steps):

@@ -159,11 +159,17 @@ def test_a_sharded_model_in_bfloat16_is_found(alone):
     assert percent_of(audit) > 50 and audit.fixes[0].startswith("fully_shard(")
 
 
-def test_the_optimizers_of_a_trainer_are_unwrapped():
-    accelerate = pytest.importorskip("accelerate")
+WRAPPED = {
+    "accelerate": lambda found, opt: found.Accelerator(cpu=True).prepare(opt),
+    "lightning.pytorch.core.optimizer": lambda found, opt: found.LightningOptimizer(opt),
+}
+
+
+@pytest.mark.parametrize("package", WRAPPED)
+def test_the_optimizers_of_a_trainer_are_unwrapped(package):
     model, opt = make()
-    _, opt = accelerate.Accelerator(cpu=True).prepare(model, opt)
-    assert percent_of(precision_audit(model, opt)) > 50
+    audit = precision_audit(model, WRAPPED[package](pytest.importorskip(package), opt))
+    assert percent_of(audit) > 50 and audit.verdicts[0].startswith("AdamW steps")
     with pytest.raises(TypeError, match="optimizer, got a list"):
         precision_audit(model, [opt])
 

@@ -35,7 +35,7 @@ CASES = {
     "bf16, torch": dict(opt_func=TORCH),
     "fp16": dict(dtype=torch.float16, bad=True),
     "bf16, inf": dict(bad=True),
-    "clip, accumulate": dict(clip=0.1, accumulate=True),
+    "clip, accumulate": dict(cbs=lambda n: [GradientClip(0.1), GradientAccumulation(32 // n)]),
     "BatchNorm": dict(norm=nn.BatchNorm1d),
 }
 
@@ -63,13 +63,11 @@ def whole(learn):
     return {k: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for k, t in state}
 
 
-def fit(rank, n, folder, bad=False, clip=None, accumulate=False, **settings):
+def fit(rank, n, folder, bad=False, cbs=lambda n: [], **settings):
     """Validate, fit, save, fit on, load and fit on again; return what there is to compare."""
     learn = make(n, folder, seed=rank, **settings)
-    cbs = [GradientClip(clip)] if clip else []
-    cbs += [GradientAccumulation(32 // n)] if accumulate else []
     spoil = lambda learn: setattr(learn, "loss_grad", learn.loss_grad * torch.inf)  # noqa: E731
-    cbs += [Do("before_backward", spoil, at=1, order=9)] if bad and rank == n - 1 else []
+    cbs = cbs(n) + [Do("before_backward", spoil, at=1, order=9)] * (bad and rank == n - 1)
     with nullcontext() if n == 1 else learn.fsdp_ctx(shard=nn.Sequential):
         start = learn.validate()
         learn.fit(2, 1e-2, cbs=cbs)
@@ -165,9 +163,8 @@ def test_two_processes_train_as_one(name, runs):
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_saved_file_resumes_and_loads_into_a_plain_learner(name, runs):
     for rank in runs[1]:  # the file has the statistics of the first process
-        resumed, after = (rank[name][k].items() for k in ("resumed", "next"))
-        assert_same({k: t for k, t in resumed if "running" not in k},
-                    {k: t for k, t in after if "running" not in k})  # fmt: skip
+        states = (rank[name][k].items() for k in ("resumed", "next"))
+        assert_same(*({k: t for k, t in state if "running" not in k} for state in states))
     first = runs[1][0][name]
     assert_same(first["plain"], first["weights"])
     assert first["n_states"] == 8

@@ -1,13 +1,13 @@
 """Two processes, of which one is killed at a random moment; all continue from the last whole file.
 
-They end in the bits of a run that was not broken; three processes can continue too. Run as a
-script, `python test_killed_ranks.py FOLDER`, this trains a Learner, and forks each start after the
-imports. `KILLS=30` kills each so often.
+Run as a script, `python test_killed_ranks.py FOLDER`, this trains a Learner, and forks each start
+after the imports. `KILLS=30` kills each so often.
 """
 
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -19,15 +19,13 @@ import pytest
 import tiny
 import torch
 from fastai.callback.training import GradientAccumulation
-from ranks import on_ranks, run_as_script
+from ranks import on_ranks
 
 import mixedfp.callback  # noqa: F401, puts `to_fp16` on Learners
 from mixedfp.checkpoint import Checkpoint
 from mixedfp.testing import assert_same
 
 pytest.importorskip("accelerate")
-
-N_EPOCHS = 3
 
 
 def learner(rank, folder, n):
@@ -41,7 +39,7 @@ def learner(rank, folder, n):
     (folder / learn.model_dir).mkdir(exist_ok=True)
     with learn.distrib_ctx(sync_bn=False, cpu=True):
         start = cbs[0].resume(learn)
-        learn.fit(N_EPOCHS, 0.02, cbs=cbs, start_epoch=start)
+        learn.fit(3, 0.02, cbs=cbs, start_epoch=start)
     return start, tiny.weights(learn), tiny.opt_state(learn), learn.mp_cb.loss_scale
 
 
@@ -93,7 +91,10 @@ def runs(folder, n):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a process that forks")
 def test_all_continue_from_the_last_checkpoint_in_the_same_bits(tmp_path):
     """Weights, buffers, states and scale, on both ranks, wherever one was killed."""
-    run_as_script(__file__, tmp_path)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)  # the same mixedfp as here
+    command = [sys.executable, "-W", "ignore", __file__, tmp_path]
+    subprocess.run(command, env=env, timeout=900, check=True)  # by itself: it may be killed
     whole, broken, three = torch.load(tmp_path / "found.pt", weights_only=False)
     for ends in broken:
         for (_, *expected), (_, *got) in zip(whole, ends, strict=True):

@@ -37,6 +37,9 @@ BYTES = {  # weights + gradients + states; and the 16-bit copies, in a pass
     "float16": (FP16, 4 + 4 + 8, 2),
     "float16, half gradients": (FP16 | HALF, 4 + 2 + 8, 2),
 }
+SETTINGS = {"to_bf16": BF16, "and 16-bit gradients": BF16 | HALF}  # by the modes of `memory_of`
+SETTINGS["and 16-bit states"] = BF16 | HALF | NARROW
+IDS = torch.zeros(2, 16, dtype=torch.long)
 each_mode = pytest.mark.parametrize("settings, n_bytes, n_copies", BYTES.values(), ids=BYTES)
 
 
@@ -47,6 +50,7 @@ class Peak(TorchDispatchMode):
         super().__init__()
         self.now = self.most = 0
         self.known = {}
+        gc.collect()  # what others have left
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -74,11 +78,6 @@ def make_model():
 def assert_is_documented(peak, n_bytes):
     documented = n_bytes * 76 * 512 * 512
     assert documented <= peak.most < documented + 2**23
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    gc.collect()
 
 
 @each_mode
@@ -111,23 +110,11 @@ def test_a_fit_takes_the_bytes_per_parameter_that_the_table_names(settings, n_by
     assert_is_documented(peak, n_bytes + n_copies)
 
 
-# `memory_of` and the command
-
-SETTINGS = {
-    "to_bf16": BF16,
-    "and 16-bit gradients": BF16 | HALF,
-    "and 16-bit states": BF16 | HALF | NARROW,
-}
-
-
 def make_blocks():
     """Return attention and linear layers: 4 M parameters, of which the embedding has no copy."""
     layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
     layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     return nn.Sequential(nn.Embedding(2000, 256), layers, nn.Linear(256, 2000, bias=False))
-
-
-IDS = torch.zeros(2, 16, dtype=torch.long)
 
 
 @pytest.fixture(scope="module")

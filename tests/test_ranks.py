@@ -68,15 +68,11 @@ class Outer(nn.Module):
         return self.call(self.inner, x, use)
 
 
-def other(inner, x, use):
+def other(inner, x, use, computes=False):
     """Call another method than `forward`."""
-    x = inner.encode(x)
-    return inner.last(x + inner.some(x))
-
-
-def computing_other(inner, *args):
-    with computing(inner):
-        return other(inner, *args)
+    with computing(inner) if computes else nullcontext():
+        x = inner.encode(x)
+        return inner.last(x + inner.some(x))
 
 
 def in_turn(layers, x, use):
@@ -174,8 +170,7 @@ def by_hand(net=Net, n_parts=1, n_passes=1, wrap=None, dtype=BF16, **_):
             outs = [whole(batch(rank, 0, k) + j) for j in range(n_passes)]
             sum(out.square().mean() for out in outs).backward()
         found.append(grads_of(model))
-    pairs = zip(*found, strict=True)
-    return [None if one is None else one / 2 + two / 2 for one, two in pairs]
+    return [one / 2 + two / 2 for one, two in zip(*found, strict=True)]
 
 
 BOTH = {  # flat and not
@@ -198,7 +193,17 @@ CASES = {f"{name}, {k}": v | case for name, case in BOTH.items() for k, v in LAY
     "inside": dict(wrap=each_inside),
     "outer": dict(wrap=Outer),
     "other": dict(wrap=partial(Outer, call=other)),
-    "computing": dict(wrap=partial(Outer, call=computing_other)),
+    "computing": dict(wrap=partial(Outer, call=partial(other, computes=True))),
+}
+MEANS = ["bf16, each", "last, flat", "no_sync, each", "no_sync, flat", "two passes, each"]
+MEANS += ["inside", "outer", "other", "computing", "parts, each", "views"]
+SAME = [(n, n.replace(", flat", ", each")) for n in CASES if n.endswith(", flat")]
+SAME += [(n, "bf16, each") for n in ("last, each", "wrapped, each", "views")]
+LEARNERS = {
+    "plain": {},
+    "full": dict(dtype=FULL, **FLAT),
+    "bf16": dict(dtype=BF16, **FLAT),
+    **{f"half, {k}": dict(dtype=HALF, bad=True, **v) for k, v in LAYOUTS.items()},
 }
 
 
@@ -240,10 +245,9 @@ def overlap(rank, dtype):
         with torch.profiler.profile() as profile:
             ddp(torch.randn(8, 1024)).square().mean().backward()
         opt.step()
-    starts = {k: [e.time_range.start for e in profile.events() if e.name == k]
-              for k in ("aten::mm", "c10d::allreduce_")}  # fmt: skip
-    sent = starts["c10d::allreduce_"]
-    return len(sent), sum(t < max(starts["aten::mm"]) for t in sent)
+    names = "aten::mm", "c10d::allreduce_"
+    made, sent = ([e.time_range.start for e in profile.events() if e.name == k] for k in names)
+    return len(sent), sum(t < max(made) for t in sent)
 
 
 def find(rank):
@@ -251,14 +255,6 @@ def find(rank):
     with learn.distrib_ctx(sync_bn=False, cpu=True), pytest.raises(MixedPrecisionError) as e:
         learn.lr_find(show_plot=False)
     return str(e.value)
-
-
-LEARNERS = {
-    "plain": {},
-    "full": dict(dtype=FULL, **FLAT),
-    "bf16": dict(dtype=BF16, **FLAT),
-    **{f"half, {k}": dict(dtype=HALF, bad=True, **v) for k, v in LAYOUTS.items()},
-}
 
 
 def fit(rank, dtype=None, bad=False, **settings):
@@ -308,10 +304,6 @@ def test_both_processes_have_the_same_bits(name, ranks):
     assert one["scale"] == (1.0 if not is_half else 128.0 if one["skipped"] else 512.0)
 
 
-MEANS = ["bf16, each", "last, flat", "no_sync, each", "no_sync, flat", "two passes, each"]
-MEANS += ["inside", "outer", "other", "computing", "parts, each", "views"]
-
-
 @pytest.mark.parametrize("name", MEANS)
 def test_gradients_are_the_mean_of_both_processes(name, ranks):
     """Bit for bit, in float32, also where they accumulate under `no_sync`."""
@@ -319,10 +311,6 @@ def test_gradients_are_the_mean_of_both_processes(name, ranks):
     assert_same(one["grads"][0], by_hand(**CASES[name]))
     if "parts" not in name:  # `encode` by itself computes in float32
         assert one["seen"] == (FULL if name == "other" else BF16)
-
-
-SAME = [(n, n.replace(", flat", ", each")) for n in CASES if n.endswith(", flat")]
-SAME += [(n, "bf16, each") for n in ("last, each", "wrapped, each", "views")]
 
 
 @pytest.mark.parametrize("name, other", SAME)
@@ -333,8 +321,8 @@ def test_what_changes_no_bit(name, other, ranks):
 
 def test_half_of_the_messages_begin_before_the_last_product(ranks):
     """There are as many as in float32."""
-    pairs = zip(ranks(f"overlap {FULL}"), ranks(f"overlap {BF16}"), strict=True)
-    for (n_full, _), (n, early) in pairs:
+    found = (ranks(f"overlap {dtype}") for dtype in (FULL, BF16))
+    for (n_full, _), (n, early) in zip(*found, strict=True):
         assert n == n_full >= 4 and early >= n / 2
 
 

@@ -19,6 +19,7 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.text.data import LMDataLoader, LMTensorText
 from tiny import Do, dropout_net, images, make_dls, make_learner, one_group, plain, three_groups
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from mixedfp import masters_of
 from mixedfp.callback import MixedPrecision
@@ -35,6 +36,10 @@ PRECISIONS = {
     "bf16": ("to_bf16", {}),
     "bf16 state": ("to_bf16", dict(flat_master=True, state_dtype={"sqr_avg": torch.bfloat16})),
 }
+one_cycle = lambda learn, n=3, **how: learn.fit_one_cycle(n, 0.02, **how)  # noqa: E731
+steady = lambda learn, n=3, **how: learn.fit(n, 0.02, wd=0.1, **how)  # noqa: E731
+# it drops `start_epoch` on its way
+flat_cos = lambda learn, **how: learn.fit_flat_cos(3, 0.02, pct_start=0.25, **how)  # noqa: E731
 
 
 def shuffled_dls():
@@ -52,18 +57,6 @@ def start(path, precision=FLAT, opt="adam", model=dropout_net, dls=shuffled_dls,
     getattr(learn, to)(**settings | mixed)
     learn.freeze_to(freeze)
     return learn
-
-
-def one_cycle(learn, n=3, **kwargs):
-    learn.fit_one_cycle(n, 0.02, **kwargs)
-
-
-def steady(learn, n=3, **kwargs):
-    learn.fit(n, 0.02, wd=0.1, **kwargs)
-
-
-def flat_cos(learn, **kwargs):
-    learn.fit_flat_cos(3, 0.02, pct_start=0.25, **kwargs)  # which drops `start_epoch` on its way
 
 
 def run(learn, fit=one_cycle, cbs=()):
@@ -101,19 +94,11 @@ def ends(learn):
     found["random"] = [random.random(), float(np.random.rand()), torch.rand(2)]
     if "mp_cb" in vars(learn):
         found["scaler"] = learn.mp_cb.mixed.scaler.state_dict()
-    return as_python(plain(found))
+    return with_numbers_of_python(found)
 
 
-def as_python(o):
-    """Return `o` with Python's numbers for numpy's."""
-    if isinstance(o, dict):
-        return {k: as_python(v) for k, v in o.items()}
-    if isinstance(o, list):
-        return [as_python(v) for v in o]
-    return o.item() if isinstance(o, np.generic) else o
-
-
-# Every way to train
+def with_numbers_of_python(o):
+    return tree_map_only(np.generic, np.generic.item, plain(o))
 
 
 class Now(nn.Module):
@@ -137,10 +122,6 @@ def text_dls():
     return DataLoaders(*dls, device="cpu")
 
 
-def language_model():
-    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
-
-
 class Uses(Callback):
     """Draws random numbers wherever it can, and changes the inputs by them."""
 
@@ -155,6 +136,7 @@ class Uses(Callback):
             self.learn.xb = (self.xb[0] * noise,)
 
 
+WORDS = lambda: nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))  # noqa: E731
 CASES = {  # settings of `start`; `fit` and `cbs` of `run`
     **{name: dict(precision=name) for name in PRECISIONS},
     "flat_cos": dict(fit=flat_cos, cbs=lambda: [MixUp()]),
@@ -166,7 +148,7 @@ CASES = {  # settings of `start`; `fit` and `cbs` of `run`
     "tied, unused": dict(model=Now, fit=steady),  # a gradient of zeros is not None
     "for one fit": dict(precision="fp32", cbs=lambda: [MixedPrecision(flat_master=True, **FP16)]),
     "layer scales": dict(layer_scales={"4": 8.0}),
-    "language model": dict(model=language_model, dls=text_dls),
+    "language model": dict(model=WORDS, dls=text_dls),
     "accumulation": dict(fit=steady, cbs=lambda: [GradientAccumulation(20), GradientClip(0.1)]),
     "random": dict(cbs=lambda: [Uses()]),
     "the best": dict(cbs=lambda: [SaveModelCallback(fname="best", with_opt=True)]),
@@ -222,9 +204,6 @@ def test_a_finished_run_trains_nothing_and_a_second_fit_all_its_epochs(tmp_path)
     assert set(trained) == {0, 1} and Checkpoint("run").resume(start(tmp_path)) == 3
 
 
-# Several fits
-
-
 def several_fits(path, *cbs):
     """Fit by two objects of one name; what is between the fits does not count."""
     learn = start(path, split=three_groups)
@@ -266,9 +245,6 @@ def test_other_fits_than_those_of_the_file_are_refused(tmp_path):
     assert_same(ends(learn)["weights"], before["weights"])
 
 
-# The file
-
-
 @pytest.fixture(scope="module")
 def after_two(tmp_path_factory):
     """The checkpoint of two epochs in flat float16."""
@@ -283,7 +259,7 @@ def test_plain_fastai_reads_it(after_two, tmp_path):
     learn = start(tmp_path, "fp32")
     learn.load(after_two.with_suffix(""))
     assert_same(dict(learn.model.state_dict()), dict(state["model"]))
-    assert_same(as_python(plain(learn.opt.state_dict()))["state"], state["opt"]["state"])
+    assert_same(with_numbers_of_python(learn.opt.state_dict())["state"], state["opt"]["state"])
     one_cycle(learn, 1)
 
 
@@ -320,10 +296,6 @@ def test_two_runs_with_one_name_do_not_disturb_each_other(tmp_path, monkeypatch)
     assert load_checkpoint(file) == {"epoch": 1} and set(tmp_path.iterdir()) == {file, young}
 
 
-def _changed(change):
-    return lambda file, to: to.write_bytes(change(file.read_bytes()))
-
-
 def _learn_save(file, to):
     learn = start(to.parent.parent)
     learn.create_opt()
@@ -344,18 +316,18 @@ def _put(key, value, message="or not by Checkpoint"):
     return make, {}, message
 
 
+_whole = lambda file, to: to.write_bytes(file.read_bytes())  # noqa: E731
+_cut = lambda file, to: to.write_bytes(file.read_bytes()[:-1])  # noqa: E731
 REFUSED = {  # how the file is made, settings of the learner, the message
-    "empty": (_changed(lambda data: b""), {}, "is damaged"),
-    "cut": (_changed(lambda data: data[:-1]), {}, "is damaged"),
+    "empty": (lambda file, to: to.touch(), {}, "is damaged"),
+    "cut": (_cut, {}, "is damaged"),
     "of learn.save": (_learn_save, {}, "learn.load reads the files of learn.save"),
     "code": _put("x", os.mkdir, "Python objects"),
     "something else": (lambda file, to: save_checkpoint({}, to), {}, "or not by Checkpoint"),
-    "another model": (_changed(bytes), dict(model=Now), "saved with a different model or opt"),
-    "another optimizer": (_changed(bytes), dict(opt="torch_adamw"), "number of parameters differ"),
-    "other groups": (_changed(bytes), dict(split=three_groups), "group 1, group 2 differ"),
+    "another model": (_whole, dict(model=Now), "saved with a different model or opt"),
+    "another optimizer": (_whole, dict(opt="torch_adamw"), "number of parameters differ"),
+    "other groups": (_whole, dict(split=three_groups), "group 1, group 2 differ"),
     "not a dict": _put("opt", 3),
-    "no progress": _put("opt/checkpoint", None),
-    "no model": _put("model", None),
     "no states": _put("opt/state", [3] * 10),
     "no ranks": _put("opt/checkpoint/ranks", []),
     "a rank": _put("opt/checkpoint/ranks", [{}]),
@@ -397,14 +369,11 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(name, tmp_pat
 
 
 def test_gradients_of_a_scaled_run_are_resumed_unscaled_in_float32(tmp_path):
-    grads = []
+    grads, model = [], lambda: nn.Sequential(nn.Flatten(), nn.Linear(108, 2))
 
     def look(learn):
         grads.append([p.grad.clone() for p in learn.model.parameters()])
         raise Killed
-
-    def model():
-        return nn.Sequential(nn.Flatten(), nn.Linear(108, 2))
 
     for precision, settings in (("fp32", {}), (FLAT, dict(loss_scale=2.0**10))):
         path, cbs = tmp_path / precision, [GradientAccumulation(20)]

@@ -26,6 +26,7 @@ from mixedfp.step import MixedTraining
 from mixedfp.testing import assert_same
 
 N = 4
+policy = partial(MixedPrecisionPolicy, torch.bfloat16, torch.float32)
 PLACED = {  # by name: the dimensions of the mesh that it is on, and how
     "replicated": ("rows columns", [Replicate(), Replicate()]),
     "cut by rows": ("rows", [Shard(0)]),
@@ -87,9 +88,6 @@ def state_of(model):
     kinds = "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"
     hooks = [len(getattr(m, kind)) for m in model.modules() for kind in kinds]
     return [local(p) for p in model.parameters()], hooks
-
-
-policy = partial(MixedPrecisionPolicy, torch.bfloat16, torch.float32)
 
 
 def sharded(mesh, block=None, norm=False):

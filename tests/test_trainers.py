@@ -12,6 +12,7 @@ import itertools
 import os
 import pickle
 import tempfile
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from unittest.mock import Mock
@@ -51,20 +52,23 @@ from mixedfp.testing import assert_same
 from mixedfp.trainers import MastersPrecision, use_masters
 
 EACH = pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-FLAT = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+FLAT = dict(flat_master=True)
 FOLDER = tempfile.gettempdir()  # of trainers that write nothing
+together = lambda a, net, opt: a.prepare(net, opt)  # noqa: E731
+ORDERS = {
+    "optimizer first": lambda a, net, opt: reversed(a.prepare(opt, net)),
+    "one by one": lambda a, net, opt: (a.prepare(net), a.prepare(opt)),
+    "compiled": lambda a, net, opt: a.prepare(torch.compile(net, backend="eager"), opt),
+}
+SWA = partial(cbs.StochasticWeightAveraging, 0.01, swa_epoch_start=2)
+EMA = partial(cbs.EMAWeightAveraging, decay=0.9)
+make_opt = partial(AdamW, lr=0.01, weight_decay=0.1)
 torch.set_num_threads(1)  # these tensors are tiny: a second thread would only wait
-
-
-# Each trainer, and the loop that it stands for
 
 
 def make_net():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-make_opt = partial(AdamW, lr=0.01, weight_decay=0.1)
 
 
 def batches(bad=None, seed=0, n=8):
@@ -82,9 +86,8 @@ def largest_grad(net):
 
 def ends(net, opt, logs):
     """Weights, buffers and states, as in files; the number of skipped steps and the scale."""
-    logs = {"skipped_steps": 0, "loss_scale": 1.0} | logs
-    found = {"model": dict(net.state_dict()), "opt": opt.state_dict()["state"]} | logs
-    return copy.deepcopy(found)
+    states = dict(model=dict(net.state_dict()), opt=opt.state_dict()["state"])
+    return copy.deepcopy(states) | dict(skipped_steps=0, loss_scale=1.0) | logs
 
 
 def by_hand(dtype, data, accumulate=2, ddp=False, **settings):
@@ -102,8 +105,8 @@ def by_hand(dtype, data, accumulate=2, ddp=False, **settings):
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()
-    n_skipped = opt.masters.n_skipped if dtype else 0
-    return ends(net, opt, dict(skipped_steps=n_skipped, loss_scale=scaler.get_scale()))
+    skips = dict(skipped_steps=opt.masters.n_skipped) if dtype else {}
+    return ends(net, opt, skips | dict(loss_scale=scaler.get_scale()))
 
 
 def plugins_of(dtype, **settings):
@@ -132,20 +135,14 @@ def by_fabric(dtype, data, accumulate=2, save=None, resume=None, **settings):
     return ends(net, own, plugins[0].logs if plugins else {})
 
 
-def by_accelerate(dtype, data, accumulate=2, save=None, resume=None, how="", **settings):
+def by_accelerate(dtype, data, accumulate=2, save=None, resume=None, prepare=together, **settings):
     gc.collect()  # Accelerate counts batches of any loader that a Trainer has left in mid-epoch
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     if dtype is not None:
         assert use_masters(accelerator, dtype, **settings) is accelerator
     net = make_net()
     own = make_opt(net.parameters())
-    if how == "optimizer first":
-        opt, model = accelerator.prepare(own, net)
-    elif how == "one by one":
-        model, opt = accelerator.prepare(net), accelerator.prepare(own)
-    else:
-        whole = torch.compile(net, backend="eager") if how == "compiled" else net
-        model, opt = accelerator.prepare(whole, own)
+    model, opt = prepare(accelerator, net, own)
     if resume is not None:
         accelerator.load_state(resume)
     for x, y in data[4 if resume else 0 :]:
@@ -247,43 +244,42 @@ def world():
     return int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 
+def saved_by(train, dtype, data, folder, **kept):
+    """Return the path of what a trainer has saved after half of the batches."""
+    train(dtype, data[:4], save=str(folder / "saved"), **kept)
+    return str(folder / "saved") + ("/checkpoint-2" if train is by_trainer else "")
+
+
 @ANY
 @EACH
-@FLAT
-def test_a_trainer_ends_as_a_loop_by_hand(train, dtype, flat):
+@pytest.mark.parametrize(
+    "kept", [{}, FLAT, FLAT | dict(half_grads=True)], ids=["each", "flat", "half"]
+)
+def test_a_trainer_ends_as_a_loop_by_hand(train, dtype, kept):
     """Clipped after unscaling, with accumulation; one step of four overflows."""
     bad = None if dtype == "fp32" else 4
-    found = train(dtype, batches(bad), flat_master=flat)
-    assert_same(found, by_hand(dtype, batches(bad), flat_master=flat))
+    found = train(dtype, batches(bad), **kept)
+    assert_same(found, by_hand(dtype, batches(bad), **kept))
+    true = by_hand(dtype, batches(bad))["model"]
+    torch.testing.assert_close(found["model"], true, rtol=1e-2, atol=2e-3)  # half gradients too
     assert found["skipped_steps"] == (0 if dtype == "fp32" else 1)
     if dtype == "fp32":
         assert_same(found, train(None, batches()))
 
 
-@ANY
-def test_half_grads_in_float16_are_unscaled_before_they_are_clipped(train):
-    """They are widened there, so the results are near those of float32 gradients."""
-    settings = dict(flat_master=True, accumulate=1)
-    half, whole = (train("fp16", batches(4), half_grads=h, **settings) for h in (True, False))
-    assert half["skipped_steps"] == whole["skipped_steps"] == 1
-    torch.testing.assert_close(half["model"], whole["model"], rtol=1e-2, atol=2e-3)
-
-
-@pytest.mark.parametrize("how", ["optimizer first", "one by one", "compiled"])
-def test_accelerate_is_given_model_and_optimizer_in_any_order(how):
-    assert_same(by_accelerate("fp16", batches(4), how=how), by_hand("fp16", batches(4)))
+@pytest.mark.parametrize("prepare", ORDERS.values(), ids=ORDERS)
+def test_accelerate_is_given_model_and_optimizer_in_any_order(prepare):
+    assert_same(by_accelerate("fp16", batches(4), prepare=prepare), by_hand("fp16", batches(4)))
 
 
 @ANY
-@FLAT
+@pytest.mark.parametrize("kept", [{}, FLAT], ids=["each", "flat"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_resumed_run_ends_as_an_unbroken_one(train, flat, dtype, tmp_path):
+def test_a_resumed_run_ends_as_an_unbroken_one(train, kept, dtype, tmp_path):
     """The overflow comes before the file is written, so that the scale must be in it."""
-    path, settings = str(tmp_path / "saved"), dict(flat_master=flat)
-    unbroken = train(dtype, batches(1), **settings)
-    train(dtype, batches(1)[:4], save=path, **settings)
-    path += "/checkpoint-2" if train is by_trainer else ""
-    resumed = train(dtype, batches(1), resume=path, **settings)
+    unbroken = train(dtype, batches(1), **kept)
+    path = saved_by(train, dtype, batches(1), tmp_path, **kept)
+    resumed = train(dtype, batches(1), resume=path, **kept)
     assert_same({**resumed, "skipped_steps": 1}, unbroken)
 
 
@@ -291,9 +287,7 @@ def test_a_resumed_run_ends_as_an_unbroken_one(train, flat, dtype, tmp_path):
 @pytest.mark.parametrize("saved", [None, "fp32", "bf16", "fp16"])
 def test_a_state_of_any_precision_continues_in_any_other(train, saved, tmp_path):
     """Near to what float32 gives; without a saved scale the scaler's first one stays."""
-    path, whole = str(tmp_path / "saved"), train(None, batches())
-    train(saved, batches()[:4], save=path)
-    path += "/checkpoint-2" if train is by_trainer else ""
+    path, whole = saved_by(train, saved, batches(), tmp_path), train(None, batches())
     for loaded in (None, "fp32", "bf16", "fp16"):
         if (train, saved, loaded) == (by_trainer, "fp16", None):
             continue  # a plain Trainer cannot read a scale
@@ -308,9 +302,6 @@ def test_a_state_of_any_precision_continues_in_any_other(train, saved, tmp_path)
             torch.testing.assert_close(now, then, rtol=0.05, atol=0.05)
 
 
-# Two processes
-
-
 def replicated(rank):
     """All runs of one of two processes: {(trainer, dtype): what it ends in}."""
     found = {}
@@ -318,10 +309,9 @@ def replicated(rank):
         bad = None if dtype in (None, "fp32") else 4
         data = [batches(bad if r == 1 else None, seed=r) for r in range(2)]
         found["by_hand", dtype] = by_hand(dtype, data[rank], accumulate=1, ddp=True)
+        dealt = [batch for step in zip(*data, strict=True) for batch in step]  # by the Trainer
         for train in TRAINERS:
-            mine = data[rank]
-            if train is by_trainer:  # it deals out the batches
-                mine = [batch for step in zip(*data, strict=True) for batch in step]
+            mine = dealt if train is by_trainer else data[rank]
             found[train.__name__, dtype] = train(dtype, mine, accumulate=1)
     return found
 
@@ -338,17 +328,9 @@ def test_two_processes_end_as_a_loop_does(tmp_path):
 
 
 def shard(model, mesh, dtype):
-    how = dict(mesh=mesh["data_parallel"])
-    if dtype in ("bf16", "fp16"):
-        half = torch.bfloat16 if dtype == "bf16" else torch.float16
-        policy = dict(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        how["mp_policy"] = MixedPrecisionPolicy(**policy)
-    return fully_shard(model, **how)
-
-
-class Sharded(Module):
-    def configure_model(self):
-        shard(self, self.device_mesh, self.dtype_of_weights)
+    half = dict(bf16=torch.bfloat16, fp16=torch.float16).get(dtype)
+    policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
+    return fully_shard(model, mesh=mesh["data_parallel"], mp_policy=policy)
 
 
 def sharded(rank):
@@ -369,8 +351,9 @@ def sharded(rank):
             opt.step()
             opt.zero_grad()
             losses.append(float(loss.detach()))
-        module = Sharded(partial(SGD, lr=0.1))
-        module.net, module.dtype_of_weights = make_pair(), dtype
+        module = Module(partial(SGD, lr=0.1))
+        module.net = make_pair()
+        module.configure_model = lambda m=module, dtype=dtype: shard(m, m.device_mesh, dtype)
         how = dict(strategy=ModelParallelStrategy(**sizes), gradient_clip_val=0.5)
         trainer_of(plugins_of(dtype), **how).fit(module, loader(batches(seed=rank)))
         found["lightning", dtype] = [loss for _, loss in module.seen]
@@ -388,7 +371,11 @@ def test_fsdp2_in_fabric_and_lightning(tmp_path):
         assert found["fabric", None] == pytest.approx(found["lightning", None])
 
 
-# Lightning
+def test_a_model_that_is_sharded_once_the_plugin_has_it_is_checked(alone):
+    plugin = MastersPrecision("bf16")
+    fully_shard(plugin.convert_module(make_net()[::3]))
+    with pytest.raises(MixedPrecisionError, match="computes in torch.float32"):
+        plugin.forward_context().__enter__()
 
 
 class Gan(lightning.LightningModule):
@@ -415,61 +402,54 @@ class Gan(lightning.LightningModule):
         return loss
 
     def training_step(self, batch, _):
-        if self.both:
-            self.manual_backward(self.loss(batch, 0.0))
-        for opt, target in zip(self.optimizers(), (1.0, 0.0), strict=True):
-            if not self.both:
-                self.toggle_optimizer(opt)
-                frozen = [not any(p.requires_grad for p in net.parameters()) for net in self.nets]
-                assert frozen == [target == 0, target == 1]
-                self.manual_backward(self.loss(batch, target))
-                self.untoggle_optimizer(opt)
-            self.clip_gradients(opt, gradient_clip_val=0.5)
-            opt.step()
-            opt.zero_grad()
+        clip = lambda _, opt: self.clip_gradients(opt, gradient_clip_val=0.5)  # noqa: E731
+        only = lambda _, opt: opt.toggle_model()  # noqa: E731
+        self.train_on(batch, self.optimizers(), self.manual_backward, clip, only=only)
 
-    def train_on(self, data, opts, backward, clip, step):
-        """Do the same without a Trainer."""
-        turns = list(zip(self.nets, opts, (1.0, 0.0), strict=True))
-        for x, (net, opt, target) in itertools.product(data, turns):
+    def _only(self, net, opt):
+        for other in self.nets:
+            other.requires_grad_(other is net)
+        return nullcontext()
+
+    def train_on(self, x, opts, backward, clip, step=lambda opt: opt.step(), only=None):
+        """Do a training step, of a Trainer or by hand."""
+        if self.both:
+            backward(self.loss(x, 0.0))
+        for net, opt, target in zip(self.nets, opts, (1.0, 0.0), strict=True):
             if not self.both:
-                for other in self.nets:
-                    other.requires_grad_(other is net)
-            if not self.both or target == 1:
-                backward(self.loss(x, 0.0 if self.both else target))
+                with (only or self._only)(net, opt):
+                    is_on = [any(p.requires_grad for p in net.parameters()) for net in self.nets]
+                    assert is_on == [target == 1, target == 0]
+                    backward(self.loss(x, target))
             clip(net, opt)
             step(opt)
             opt.zero_grad()
 
 
-HOWS = ["Lightning", "Fabric", "Fabric without clipping"]
-
-
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["Lightning", "Fabric", "Fabric without clipping"])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16"])
 def test_two_networks_with_an_optimizer_each(dtype, both, how):
-    """The scale is updated after each step, and the second may belong to the same loss.
-
-    Gradients of a frozen network would add up if an optimizer held other tensors.
-    """
+    """Each step updates the scale; gradients of frozen networks, if any, would add up."""
+    is_scaled, clips = dtype == "fp16", "without" not in how
     is_spoiled = how == "Lightning" and dtype in ("bf16", "fp16")  # it knows both as one model
     data = [x for x, _ in batches(3 if is_spoiled else None)]
     gan, twin, plugins = Gan(both), Gan(both), plugins_of(dtype)
-    opts, scaler = twin.configure_optimizers(), LossScaler(enabled=dtype == "fp16")
+    opts, scaler = twin.configure_optimizers(), LossScaler(enabled=is_scaled)
     if dtype is not None:
         with_masters(twin.nets, *opts, dtype=dtype)
 
     def clip(net, opt):
         scaler.unscale_(opt)
-        if "without" not in how:
+        if clips:
             clip_grad_norm_(net.parameters(), 0.5)
 
     def step(opt):
         scaler.step(opt)
         scaler.update()
 
-    twin.train_on(data, opts, lambda loss: scaler.scale(loss).backward(), clip, step)
+    for x in data:
+        twin.train_on(x, opts, lambda loss: scaler.scale(loss).backward(), clip, step)
     if how == "Lightning":
         trainer_of(plugins).fit(gan, loader(data))
     else:
@@ -478,12 +458,11 @@ def test_two_networks_with_an_optimizer_each(dtype, both, how):
         nets, opts = zip(*(fabric.setup(*pair) for pair in pairs), strict=True)
         gan.nets = nn.ModuleList(nets)
         clip = partial(fabric.clip_gradients, max_norm=0.5, error_if_nonfinite=False)
-        clip = (lambda *_: None) if "without" in how else clip
-        gan.train_on(data, opts, fabric.backward, clip, lambda opt: opt.step())
+        for x in data:
+            gan.train_on(x, opts, fabric.backward, clip if clips else lambda *_: None)
         gan.nets = nn.ModuleList(net.module for net in nets)
     assert_same(dict(gan.state_dict()), dict(twin.state_dict()))
     for plugin in plugins:
-        is_scaled = dtype == "fp16"
         assert plugin.scaler.n_steps == scaler.n_steps == (16 if is_scaled else 0)
         assert plugin.scaler.skipped == ([6, 7] if is_scaled and is_spoiled else [])
 
@@ -523,18 +502,14 @@ def test_lightning_logs_and_its_callbacks_read_unscaled_gradients(tmp_path):
 @EACH
 def test_lightning_with_an_optimizer_that_calls_its_closure_again(dtype):
     """LBFGS, which Lightning's own float16 plugin refuses; an exception leaves a plain module."""
-    losses = []
-    for plugins in ([], [MastersPrecision(dtype)]):
-        module, data = Module(make_opt=lambda ps: LBFGS(ps, lr=0.1, max_iter=4)), batches()[:1] * 6
-        trainer = trainer_of(plugins)
-        if plugins and dtype != "fp32":
-            with pytest.raises(RuntimeError, match="cannot be skipped"):
-                trainer.fit(module, loader(data))
-            assert masters_of(module) is None and "forward" not in vars(module)
-            return
-        trainer.fit(module, loader(data))
-        losses.append([loss for _, loss in module.seen])
-    assert losses[0] == losses[1]
+    make, data = partial(LBFGS, lr=0.1, max_iter=4), loader(batches()[:1] * 6)
+    plain, module = Module(make), Module(make)
+    trainer_of([]).fit(plain, data)
+    refuses = pytest.raises(RuntimeError, match="cannot be skipped")
+    with nullcontext() if dtype == "fp32" else refuses:
+        trainer_of([MastersPrecision(dtype)]).fit(module, data)
+    assert masters_of(module) is None and "forward" not in vars(module)
+    assert dtype != "fp32" or module.seen == plain.seen
 
 
 def test_lightning_skips_a_training_step_that_returns_none():
@@ -559,20 +534,14 @@ def test_lightning_restores_what_a_part_has_changed_before_the_whole_module():
     assert all(b.isfinite().all() for b in module.buffers())
 
 
-AVERAGES = {
-    "swa": lambda: cbs.StochasticWeightAveraging(0.01, swa_epoch_start=2),
-    "ema": lambda: cbs.EMAWeightAveraging(decay=0.9),
-}
-
-
-@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("average", [SWA, EMA], ids=["swa", "ema"])
 @EACH
 def test_lightnings_averages_are_of_float32_weights(average, dtype):
     """They read, swap and write the module's parameters; a validation swaps them back."""
 
     def fit(plugins):
         module, data = Module(), loader(batches())
-        trainer_of(plugins, max_epochs=4, callbacks=[AVERAGES[average]()]).fit(module, data, data)
+        trainer_of(plugins, max_epochs=4, callbacks=[average()]).fit(module, data, data)
         return dict(module.state_dict())
 
     found = fit([MastersPrecision(dtype)])
@@ -589,9 +558,6 @@ def test_a_plugin_has_the_settings_of_with_masters_and_is_pickled_for_spawned_pr
     plugin = pickle.loads(pickle.dumps(MastersPrecision("fp16", flat_master=True)))
     assert isinstance(plugin, lightning.pytorch.plugins.Precision)
     assert plugin.setup.policy == Policy(torch.float16, flat_master=True)
-
-
-# Accelerate
 
 
 def test_accelerates_schedule_waits_for_a_skipped_step_and_its_log_counts_it(recwarn):
@@ -622,13 +588,7 @@ def test_accelerate_unscales_the_gradients_of_all_optimizers():
         accelerator.backward(cross_entropy(net(x), y))
     for which in (None, prepared[2:]):
         accelerator.unscale_gradients(which)
-        for net in nets:
-            assert 0 < largest_grad(net) < 3
-
-
-# Hugging Face
-
-KIND = pytest.mark.parametrize("kind, flat", [("bert", True), ("llama", False)])
+        assert all(0 < largest_grad(net) < 3 for net in nets)
 
 
 def make_model(kind):
@@ -664,7 +624,7 @@ def trained(kind, dtype, path, resume=None, flat=False, **more):
     return ends(trainer.model, opt, {}) | {"losses": losses}, trainer
 
 
-@KIND
+@pytest.mark.parametrize("kind, flat", [("bert", True), ("llama", False)])
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor"])
 def test_the_trainer_trains_and_resumes_a_model_of_transformers(kind, flat, optim, tmp_path):
     """In float32 as a plain one. With a schedule, an evaluation and the best model at the end."""
@@ -688,8 +648,7 @@ def test_the_trainer_compiles_a_model(tmp_path):
 
 def test_the_trainer_generates_with_one_set_of_copies(tmp_path, monkeypatch):
     """Token by token; without a Trainer's evaluation each token has its own."""
-    rounds = []
-    count = Copies.round
+    rounds, count = [], Copies.round
     monkeypatch.setattr(Copies, "round", lambda self: rounds.append(self) or count(self))
 
     class Generating(transformers.Trainer):
@@ -720,17 +679,14 @@ def test_lora_makes_the_adapter_float32_and_leaves_its_base(base, tmp_path):
         return peft.get_peft_model(make_model("llama").to(base), config)
 
     model = make()
-    whole, trainer = trained("llama", "bf16", tmp_path, model=model)
+    whole, _ = trained("llama", "bf16", tmp_path, model=model)
     for p in model.parameters():
         assert p.dtype == (torch.float32 if p.requires_grad else base)
     resume = str(tmp_path / "checkpoint-3")
     assert_same(trained("llama", "bf16", tmp_path, resume, model=make())[0], whole)
     plain = peft.PeftModel.from_pretrained(make_model("llama").to(base), tmp_path / "checkpoint-6")
-    adapters = {k: v for k, v in plain.state_dict().items() if "lora" in k}
-    assert_same(adapters, {k: v for k, v in model.state_dict().items() if "lora" in k})
-    if base == torch.float32:
-        plain = trained("llama", None, tmp_path / "plain", model=make())[0]
-        assert_same(trained("llama", "fp32", tmp_path / "fp32", model=make())[0], plain)
+    states = plain.state_dict().items(), model.state_dict().items()
+    assert_same(*({k: v for k, v in state if "lora" in k} for state in states))
 
 
 def test_each_trial_of_a_search_has_masters(tmp_path):
@@ -738,16 +694,12 @@ def test_each_trial_of_a_search_has_masters(tmp_path):
     trainer = trainer_on(make_model("llama"), texts("llama"), max_steps=4)
     trainer.model_init = lambda *_: make_model("llama")
     scaler = LossScaler(growth_interval=1)
-    use_masters(trainer, "fp16", scaler=scaler)
-    trainer.train()
+    use_masters(trainer, "fp16", scaler=scaler).train()
     first = trainer.model
     trainer.create_accelerator_and_postprocess()
     trainer.train()
     assert trainer.model is not first and masters_of(trainer.model) is not None
     assert trainer.accelerator.scaler.scales == scaler.scales and len(scaler.scales) == 4
-
-
-# What is told
 
 
 def test_conflicts_are_told(tmp_path, monkeypatch):

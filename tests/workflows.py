@@ -1,13 +1,14 @@
 """Ways of working: each function is one, its name says which. Laws hold for all of them.
 
-In `LOOPS` a workflow is given a `Loop` of tests/laws.py and calls its verbs; in `FITS` it is given
-a fastai `Learner`. Plain training, masters and masters kept by hand go through the same lines.
+A function of `run` is given a `Loop` of tests/laws.py and calls its verbs, one of `learn` a fastai
+`Learner`. Plain training, masters and masters kept by hand (`BY_HAND`) go through the same lines.
 """
 
 import copy
 import io
 from contextlib import suppress
 from functools import partial
+from inspect import signature
 
 import fastai.callback.schedule  # noqa: F401, gives Learner fit_one_cycle, fine_tune, lr_find
 import torch
@@ -23,19 +24,6 @@ from torch import nn
 
 from mixedfp.testing import assert_same
 
-LOOPS, BY_HAND, FITS = {}, {}, {}
-
-
-def _into(*tables):
-    """Return a decorator that puts a workflow into these tables."""
-
-    def put(f):
-        for table in tables:
-            table[f.__name__] = f
-        return f
-
-    return put
-
 
 def through_a_file(state):
     torch.save(state, file := io.BytesIO())
@@ -43,23 +31,15 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-# Plain loops
-
-loop, by_hand = _into(LOOPS), _into(LOOPS, BY_HAND)  # masters by hand go through some of them
-
-
-@by_hand
 def iterating(run):
     run.iterate(5)
 
 
-@by_hand
 def scaling_the_loss(run):
     run.scale_by(2.0**10)
     run.iterate(4)
 
 
-@by_hand
 def clipping(run):
     run.scale_by(2.0**4)
     for i in range(4):
@@ -73,7 +53,6 @@ def clipping(run):
         run.opt.zero_grad()
 
 
-@by_hand
 def accumulating(run):
     for i in range(9):
         run.backward(i)
@@ -82,7 +61,6 @@ def accumulating(run):
             run.opt.zero_grad(set_to_none=i == 2)
 
 
-@by_hand
 def freezing(run):
     run.iterate(2)
     run.train_only("head")
@@ -92,7 +70,6 @@ def freezing(run):
     run.iterate(2)
 
 
-@by_hand
 def setting_rates(run):
     run.iterate(2)
     for i, group in enumerate(run.opt.param_groups):
@@ -100,7 +77,6 @@ def setting_rates(run):
     run.iterate(2)
 
 
-@loop
 def scheduling_one_cycle(run):
     cycles = any(k in run.opt.defaults for k in ("momentum", "betas"))
     make = torch.optim.lr_scheduler.OneCycleLR
@@ -111,7 +87,6 @@ def scheduling_one_cycle(run):
     run.see([dict(g, params=None) for g in run.opt.param_groups])
 
 
-@loop
 def adding_a_group(run):
     new = run.leave_out("layers")
     run.iterate(2)
@@ -120,7 +95,6 @@ def adding_a_group(run):
     run.iterate(3)
 
 
-@loop
 def stepping_twice_without_gradients_and_with_a_closure(run):
     run.opt.zero_grad()
     run.opt.step()
@@ -142,7 +116,6 @@ def stepping_twice_without_gradients_and_with_a_closure(run):
     run.iterate(1)
 
 
-@loop
 def writing_weights(run):
     run.iterate(2)
     with torch.no_grad():
@@ -160,7 +133,6 @@ def writing_weights(run):
     run.step()
 
 
-@loop
 def editing_gradients(run):
     for i in range(4):
         run.opt.zero_grad()
@@ -177,7 +149,6 @@ def editing_gradients(run):
         run.step()
 
 
-@loop
 def hooking_the_step(run):
     def halve(opt, *_):
         for group in opt.param_groups:
@@ -192,7 +163,6 @@ def hooking_the_step(run):
     run.iterate(1)
 
 
-@loop
 def looking_at_everything(run):
     for i in range(3):
         run.backward(i)
@@ -206,7 +176,6 @@ def looking_at_everything(run):
         run.opt.zero_grad()
 
 
-@loop
 def going_back_to_a_file_and_through_float32(run):
     run.iterate(2)
     state = through_a_file(run.state())
@@ -217,7 +186,6 @@ def going_back_to_a_file_and_through_float32(run):
     run.iterate(2)
 
 
-@loop
 def interrupting_passes_and_reloading_before_the_step(run):
     run.iterate(1)
     run.backward(1)
@@ -226,18 +194,17 @@ def interrupting_passes_and_reloading_before_the_step(run):
     run.opt.zero_grad()
     head = run.model.head
     for register in (head.register_forward_pre_hook, head.register_full_backward_pre_hook):
-        hook = register(_press_ctrl_c)
+        hook = register(partial(_raise, KeyboardInterrupt))
         with suppress(KeyboardInterrupt):
             run.backward(1)
         hook.remove()
         run.iterate(1)
 
 
-def _press_ctrl_c(*_):
-    raise KeyboardInterrupt
+def _raise(error, *_):
+    raise error
 
 
-@loop
 def penalizing_gradients(run):
     for i in range(3):
         run.opt.zero_grad()
@@ -249,11 +216,16 @@ def penalizing_gradients(run):
 
 # fastai: lr 0.1 and a weight decay that cannot be overlooked
 
-fit = _into(FITS)
+LOADED_IN = ["before_fit", "before_train", "before_batch", "after_backward", "before_step"]
+LOADED_IN += ["after_step", "after_batch", "before_validate", "after_epoch"]
+CANCELLED = [
+    *("before_step Step", "before_step Batch", "after_backward Batch", "after_loss Batch"),
+    *("after_pred Batch", "after_step Batch", "before_step Train", "after_step Epoch"),
+    "before_batch Fit",
+]
 SEARCH = {"num_it": 4, "show_plot": False, "suggest_funcs": None}
 
 
-@fit
 def fitting_and_fine_tuning(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.fit_one_cycle(1, slice(0.01, 0.1), wd=0.1)
@@ -262,7 +234,6 @@ def fitting_and_fine_tuning(learn):
     learn.fine_tune(1, 0.05, freeze_epochs=1, wd=0.5)
 
 
-@fit
 def freezing_and_unfreezing(learn):
     learn.freeze_to(-1)
     learn.fit(1, slice(0.1), wd=0.5)
@@ -278,7 +249,6 @@ def freezing_and_unfreezing(learn):
     learn.fit(1, 0.05)
 
 
-@fit
 def finding_a_rate(learn):
     learn.lr_find(**SEARCH)
     learn.fit(1, 0.05, wd=0.5)
@@ -292,7 +262,6 @@ def finding_a_rate(learn):
     learn.fit(1, 0.05, wd=0.1)
 
 
-@fit
 def clipping_norms_and_accumulating_batches(learn):
     learn.fit(2, 0.1, wd=0.5, cbs=GradientClip(0.1))
     learn.fit(2, 0.1, wd=0.5, cbs=GradientAccumulation(10))  # two and a half: some are left over
@@ -305,7 +274,6 @@ def _clamp(learn):
         p.clamp_(-0.0625, 0.0625)  # exact in 16 bits too
 
 
-@fit
 def starting_over_and_clamping_weights(learn):
     learn.fit_one_cycle(1, 0.1, wd=0.5)
     learn.fit_one_cycle(1, slice(0.01, 0.05), reset_opt=True)
@@ -315,7 +283,6 @@ def starting_over_and_clamping_weights(learn):
     learn.fit(1, 0.1, cbs=Do("after_batch", _clamp, at=1))
 
 
-@fit
 def changing_format_and_device(learn):
     learn.fit(1, 0.05, wd=0.5, cbs=ChannelsLast())
     learn.model.to(memory_format=torch.contiguous_format)
@@ -325,7 +292,6 @@ def changing_format_and_device(learn):
     learn.fit(1, 0.05)
 
 
-@fit
 def exchanging_the_head_and_the_model(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.model.head = nn.Linear(4, 2)
@@ -338,7 +304,6 @@ def exchanging_the_head_and_the_model(learn):
     learn.fit(1, 0.05)
 
 
-@fit
 def saving_and_loading(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.save("one")
@@ -359,11 +324,6 @@ def saving_and_loading(learn):
     learn.fit(1, 0.05)
 
 
-LOADED_IN = ["before_fit", "before_train", "before_batch", "after_backward", "before_step"]
-LOADED_IN += ["after_step", "after_batch", "before_validate", "after_epoch"]
-
-
-@fit
 def loading_in_any_event(learn):
     for event in LOADED_IN:
         learn.fit(1, 0.05, wd=0.1)
@@ -377,18 +337,6 @@ def loading_in_any_event(learn):
         learn.fit(1, 0.02, wd=0.1, cbs=Do(event, load, training=False))
 
 
-CANCELLED = [
-    *("before_step Step", "before_step Batch", "after_backward Batch", "after_loss Batch"),
-    *("after_pred Batch", "after_step Batch", "before_step Train", "after_step Epoch"),
-    "before_batch Fit",
-]
-
-
-def _raise(error, learn):
-    raise error
-
-
-@fit
 def calling_steps_off_and_interrupting_fits(learn):
     for i, (event, kind) in enumerate(map(str.split, CANCELLED)):
         error = getattr(core, f"Cancel{kind}Exception")
@@ -401,7 +349,6 @@ def calling_steps_off_and_interrupting_fits(learn):
     learn.fit(1, 0.05)
 
 
-@fit
 def validating_inside(learn):
     learn.fit(1, 0.05, wd=0.5)
     learn.get_preds()
@@ -410,7 +357,6 @@ def validating_inside(learn):
     learn.fit(2, 0.05, cbs=Do("after_epoch", predict, training=False))
 
 
-@fit
 def setting_hypers_optimizer_and_splitter(learn):
     def set_hypers(learn):
         learn.opt.set_hypers(lr=slice(0.02, 0.08), wd=0.2)
@@ -428,7 +374,6 @@ def setting_hypers_optimizer_and_splitter(learn):
     learn.fit(1, slice(0.001, 0.01))
 
 
-@fit
 def changing_the_defaults(learn):
     learn.lr, learn.wd, learn.moms = 0.02, 0.3, (0.5, 0.25, 0.5)
     learn.fit_one_cycle(1)
@@ -438,12 +383,10 @@ def changing_the_defaults(learn):
     learn.fit(1)
 
 
-@fit
 def evaluating_while_training(learn):
     learn.fit(2, 0.05, wd=0.1, cbs=Do("before_batch", lambda learn: learn.model.eval(), at=1))
 
 
-@fit
 def training_batch_by_batch(learn):
     learn.fit(1, 0.05, wd=0.1)
     batches = list(learn.dls.train)
@@ -454,3 +397,14 @@ def training_batch_by_batch(learn):
             learn.one_batch(i, b)
     learn.one_batch(0, batches[0])
     learn.fit(1, 0.05)
+
+
+def _ways(argument):
+    """Return this module's functions of `argument`, by their names."""
+    ours = [f for f in globals().values() if getattr(f, "__module__", "") == __name__]
+    public = [f for f in ours if not f.__name__.startswith("_")]
+    return {f.__name__: f for f in public if [*signature(f).parameters] == [argument]}
+
+
+LOOPS, FITS = _ways("run"), _ways("learn")
+BY_HAND = "iterating scaling_the_loss clipping accumulating freezing setting_rates".split()
