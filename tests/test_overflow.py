@@ -227,6 +227,17 @@ def with_huge(at=0, **kwargs):
     return make_learner("adam", model).to_fp16(**kwargs)
 
 
+@torch.compile(backend="eager")
+def much_more(x):
+    return x * 1e6
+
+
+def test_a_compiled_function_is_searched_one_operation_at_a_time():
+    model = nn.Sequential(nn.Linear(2, 2), Lambda(much_more))
+    found = find_overflow(model, (torch.ones(4, 2), torch.ones(4, 2)), F.mse_loss)
+    assert found.operation == "mul" and "x * 1e6" in found.line
+
+
 def test_it_costs_nothing_until_a_step_is_skipped(monkeypatch):
     calls, learn = [], make_learner().to_fp16()
     search = "mixedfp.diagnose.overflow.find_overflow"

@@ -9,7 +9,7 @@ __all__ = ['Overflow', 'find_overflow']
 import os
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from ..cast import kept_parts
 from . import report
 from .report import floats, split_batch
 from ..nested import map_tensors
-from ..torch_private import has_dynamo
 
 # %% ../../nbs/diagnose/02_overflow.ipynb #0f1a0008
 @dataclass(frozen=True, repr=False)
@@ -53,7 +52,7 @@ class _Found(BaseException):
     "Ends a pass at the first bad number; not an Exception, which a model might catch."
 
 
-class _Trial(TorchDispatchMode):
+class _Trial(TorchDispatchMode):  # in which `torch.compile` compiles nothing
     "A pass over a batch in some settings up to the first bad number, if any (`is_fine`)."
 
     def __init__(self, model, batch, loss_func, n_kept, settings, is_strict=False):
@@ -63,9 +62,8 @@ class _Trial(TorchDispatchMode):
         self.phase, self.running = "forward", [_LOSS]  # names of modules, the innermost last
         self.bad = {}  # by phase and module: its first operation with a bad output
         self.last = None, ""  # an output and its operation, also blamed for casts and views
-        eager = torch.compiler.set_stance("force_eager") if has_dynamo() else nullcontext()
         state = report.same_random_state(next(model.parameters()).device)
-        with report.half_copy(model, settings) as half, state, eager:
+        with report.half_copy(model, settings) as half, state:
             try:
                 with suppress(_Found), report.watch_calls(half, self.before, self.after), self:
                     self._run(half, batch, loss_func)
