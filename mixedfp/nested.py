@@ -113,7 +113,7 @@ def check_steps(name: str, value: int) -> int:
 
 
 def check_growth(growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
-    "Check that factors and steps can let a scale grow and back off. Raises: TypeError, ValueError."
+    "Check the factors and the interval of a growing scale. Raises: TypeError, ValueError."
     if check_positive("growth_factor", growth_factor) <= 1:
         raise ValueError(f"`growth_factor` is {growth_factor!r}: expected a number above 1")
     if check_positive("backoff_factor", backoff_factor) >= 1:
