@@ -57,6 +57,7 @@ class _SetLearn:
 class MixedPrecision(Callback):
     """Train a `Learner`'s model in 16 bits with float32 master weights.
 
+    `Learner(..., cbs=MixedPrecision(flat_master=True))`, or `learn.to_fp16(flat_master=True)`.
     The parameters of `learn.model` are the masters; its forward pass computes with 16-bit copies.
     `learn.mp_cb` refers to it.
     Raises: TypeError, ValueError for invalid settings; MixedPrecisionError for settings
@@ -299,7 +300,11 @@ def to_fp16(
     flat_master: bool = False,  # parameters in a few long vectors: fewer kernels
     **kwargs,  # the other settings of `MixedPrecision`
 ) -> Learner:  # itself
-    "Train in float16 with float32 masters and a loss scale, from now on."
+    """Train in float16 with float32 masters and a loss scale, from now on.
+
+    `learn.to_fp16(dynamic=True).fit_one_cycle(1)`; another call replaces the settings.
+    Raises: as `MixedPrecision`; the Learner then stays in float32.
+    """
     return _use(self, MixedPrecision(loss_scale, flat_master, **kwargs))
 
 
@@ -311,7 +316,11 @@ def to_bf16(
     max_skips: int = 30,  # in a row; then an error names the layers
     **kwargs,  # the other settings of `with_masters`
 ) -> Learner:  # itself
-    "Train in bfloat16 with float32 masters; its range needs no loss scale."
+    """Train in bfloat16 with float32 masters; its range needs no loss scale.
+
+    `learn.to_bf16(flat_master=True).fine_tune(1)`; another call replaces the settings.
+    Raises: as `MixedPrecision`; the Learner then stays in float32.
+    """
     for name in kwargs.keys() - inspect.signature(Learner.to_bf16).parameters.keys():
         raise TypeError(f"to_bf16() has no setting {name!r}: MixedPrecision() may have it")
     kwargs |= dict(flat_master=flat_master, max_skips=max_skips, dtype=torch.bfloat16)

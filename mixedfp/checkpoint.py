@@ -27,6 +27,7 @@ from .sharded import has_shards
 class Checkpoint(Callback):
     """After every epoch, write the state that the next starts from; for the `cbs=` of any fit.
 
+    `cb = Checkpoint("run"); learn.fit(9, start_epoch=cb.resume(learn), cbs=cb)` starts and resumes.
     `learn.load` can read the file, `learn.path/learn.model_dir/fname.pth`. With
     `start_epoch=checkpoint.resume(learn)` a killed run continues, and ends with the same bits. A
     run of several fits, such as `fine_tune`, makes all of them again, and finished epochs are

@@ -57,6 +57,7 @@ def with_masters(
 ) -> tuple:  # the model and each of `optimizers`: the same objects
     """Train `model` in 16 bits: its float32 parameters are the masters that `optimizers` step.
 
+    `model, opt = with_masters(model, opt, dtype="bf16")`; the loop stays as it is.
     Each forward pass rounds the parameters into 16-bit copies; float16 also needs a `LossScaler` or
     `torch.amp.GradScaler`. Call it before or after `DistributedDataParallel` and `torch.compile`,
     and after `fully_shard`, whose float32 shards are the masters. With `dtype=torch.float32` no

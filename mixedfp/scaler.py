@@ -241,6 +241,7 @@ def attributes(o: Any, **new: Any) -> Iterator[None]:
 class LossScaler(GradScaler):
     """An extended `torch.amp.GradScaler`, which keeps small float16 gradients from becoming 0.
 
+    `scaler.scale(loss).backward(); scaler.step(opt); scaler.update()` in each iteration.
     It adds bounds, a constant mode that still checks, repeated calls to `unscale_`, layer scales
     (`layers`), a record (`scales`, `skipped`), and an error that names parameters after
     `max_skips` skips in a row.

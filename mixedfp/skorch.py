@@ -42,6 +42,8 @@ _OWN = {"amp_enabled", "amp_dtype", "grad_scaler", *_OF_MASTERS}
 class MixedPrecisionMixin:
     """Mixed precision for `NeuralNet` and its subclasses; list it before them among the bases.
 
+    `class Net(MixedPrecisionMixin, NeuralNetClassifier): pass`, then
+    `Net(module, amp_enabled=True, amp_dtype="bf16").fit(X, y)`.
     `net.grad_scaler_` is the loss scaler; the optimizer's file also contains its state.
     `net.optimizer_.masters` counts the skipped steps.
     Raises: TypeError, ValueError, MixedPrecisionError from `initialize` and `set_params`.

@@ -75,6 +75,7 @@ _PACKAGES = "lightning.pytorch", "pytorch_lightning", "lightning_fabric"
 class MastersPrecision:
     """A precision plugin for Lightning: 16-bit forward and backward passes, float32 parameters.
 
+    `Trainer(plugins=[MastersPrecision("bf16")])`; the same for `Fabric`.
     A `Trainer` restores the plain model at the end of a fit, test or prediction.
     Raises: like `with_masters`; ImportError if Lightning is not installed.
     Source: lightning.pytorch.plugins.precision.MixedPrecision

@@ -241,6 +241,7 @@ def precision_audit(
 ) -> PrecisionAudit:
     """Return the dtypes and bytes by role, and the number of updates that 16-bit weights lose.
 
+    `print(precision_audit(model, opt))` before a step, with any library's model and optimizer.
     If an optimizer steps 16-bit weights, its next step is computed on float32 copies, one parameter
     at a time, with the current gradients, or else by the momentum in its state alone; an Adam that
     has not stepped yet moves each weight by the learning rate. Nothing is changed.

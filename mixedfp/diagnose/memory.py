@@ -129,6 +129,7 @@ def memory_of(
 ) -> Memory:
     """Return the memory that training `model` on `batch` needs in each mode, without training.
 
+    `print(memory_of(model, torch.empty(32, 3, 224, 224)))`.
     Peak: weights, states, and the larger of gradients and activations; in a fastai Learner both,
     because it keeps zeroed gradients during the next forward pass. Activations are counted for
     PyTorch's CPU operations, without checkpointing, and include the 16-bit copies of weights that a

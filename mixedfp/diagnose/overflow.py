@@ -203,6 +203,7 @@ def find_overflow(
 ) -> Overflow | None:  # None: every number of this batch is finite
     """Find the source of the first inf or nan in a batch, and a line that keeps it finite.
 
+    `print(find_overflow(model, (x, y), F.cross_entropy, scale=scaler.get_scale()))` after a skip.
     Changes nothing: it runs copies of the model, each from the current random state.
     Needs a forward and a backward pass for each search and each setting, and memory for two copies.
     Raises: TypeError for a batch or a loss of another form. Waits for every operation.

@@ -505,6 +505,7 @@ def precision_report(
 ) -> PrecisionReport:
     """Compare a model in 16 bits with itself in float32, module by module.
 
+    `print(precision_report(model, [(x, y)], F.cross_entropy))`; see `PrecisionReport`.
     Each batch takes three forward and two backward passes through copies of the model, without
     dropout, and as many again for each setting tried if a module has a verdict. Memory is
     needed for the copies of the model, and for the activations of all three passes.
