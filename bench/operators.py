@@ -4,10 +4,9 @@
     python bench/operators.py --device cuda --dtype float16 --only attention
 
 Forward and backward together. The third mode casts a 16-bit operator's inputs to float32, computes
-in float32 and rounds the result. A star marks where that is clearly faster than 16 bits, as for
-attention at most sizes (`mixedfp.cast.slow_attention`). The three modes are timed in turn, so that
-other load on the machine slows all of them down; reported are medians and the spread from the first
-to the third quartile.
+in float32 and rounds the result. A star marks where that is clearly faster than 16 bits. The three
+modes are timed in turn, so that other load on the machine slows all of them down; reported are
+medians and the spread from the first to the third quartile.
 """
 
 from collections.abc import Callable

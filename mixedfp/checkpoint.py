@@ -27,11 +27,10 @@ from .sharded import has_shards
 class Checkpoint(Callback):
     """After every epoch, write the state that the next starts from; for the `cbs=` of any fit.
 
-    `cb = Checkpoint("run"); learn.fit(9, start_epoch=cb.resume(learn), cbs=cb)` starts and resumes.
-    `learn.load` can read the file, `learn.path/learn.model_dir/fname.pth`. With
-    `start_epoch=checkpoint.resume(learn)` a killed run continues, and ends with the same bits. A
-    run of several fits, such as `fine_tune`, makes all of them again, and finished epochs are
-    skipped.
+    `cb = Checkpoint("run"); learn.fit(9, start_epoch=cb.resume(learn), cbs=cb)` starts the run, and
+    resumes it with the same bits. `learn.load` can read the file,
+    `learn.path/learn.model_dir/fname.pth`. A run of several fits, such as `fine_tune`, makes all of
+    them again, and finished epochs are skipped.
     Raises: ValueError for an empty name; OSError, before the first batch, if it cannot write;
     MixedPrecisionError, before the first batch, if the file is from other fits.
     """

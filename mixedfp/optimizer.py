@@ -65,7 +65,7 @@ def with_masters(
     lists skipped steps, and `float_model()`.
     `state_dtype={"exp_avg": torch.bfloat16}` rounds a state after each step; files contain float32.
     With `half_grads`, gradients of several backward passes add up in 16 bits. A scaler's `unscale_`
-    makes them float32, in the memory that was saved.
+    makes them float32, which takes the memory that `half_grads` saved.
     Raises: TypeError, ValueError, MixedPrecisionError; in that case nothing is changed.
     Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740
     """

@@ -344,7 +344,8 @@ class LossScaler(GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale, once per iteration, and check them.
 
-        Raises: ValueError for gradients in float16. Does not wait for the device.
+        Raises: ValueError for gradients in float16; MixedPrecisionError if no loss was scaled. Does
+        not wait for the device.
         """
         self.look(optimizer, keeps_scale=self.only_checks)
 
@@ -385,7 +386,7 @@ class LossScaler(GradScaler):
         """Unscale the gradients unless `unscale_` already has, and step if they are finite.
 
         Returns the result of the optimizer's `step`, or True; False if the host has skipped it.
-        Raises: RuntimeError for a closure, as PyTorch does, and for a second step.
+        Raises: RuntimeError for a closure, as PyTorch does, and for a second step; as `unscale_`.
         """
         if not self.is_enabled():
             done = optimizer.step(*args, **kwargs)

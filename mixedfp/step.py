@@ -266,7 +266,7 @@ class MasterStep:
 
 
 _NO_SCALE = (
-    "a float16 model is being trained without a loss scale: gradients below 6e-8 become 0. "
+    "a float16 model is being trained without a loss scale: gradients below 3e-8 become 0. "
     "Use mixedfp.LossScaler, scaler.scale(loss).backward() and scaler.step(optimizer), or train in "
     "bfloat16"
 )

@@ -134,7 +134,8 @@ def memory_of(
     because it keeps zeroed gradients during the next forward pass. Activations are counted for
     PyTorch's CPU operations, without checkpointing, and include the 16-bit copies of weights that a
     backward pass needs; fused attention on a GPU keeps less.
-    Raises: ValueError for an unknown optimizer; any model error on a batch without values.
+    Raises: ValueError for an unknown optimizer; any error of the model, which runs on
+    a batch without values.
     """
     if optimizer not in N_STATES:
         raise ValueError(f"`optimizer` is {optimizer!r}: expected one of {', '.join(N_STATES)}")
