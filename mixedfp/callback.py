@@ -33,7 +33,6 @@ from .step import MixedTraining, guard_of
 
 # %% ../nbs/10_callback.ipynb #ff809730
 _OF_FASTAI = (AutocastMixedPrecision, NonNativeMixedPrecision)
-_GIVEN = ["device", "init_scale", "layers"]  # settings of `LossScaler` that the callback sets
 
 
 def _loss_of(learn):
@@ -67,7 +66,7 @@ class MixedPrecision(Callback):
     order = 10  # like fastai's own: GradientAccumulation runs before it, GradientClip after it
     learn: Any = _SetLearn()
 
-    @delegates(LossScaler.__init__, but=_GIVEN)
+    @delegates(LossScaler.__init__, but=["device", "init_scale", "layers"])
     @delegates(with_masters, keep=True)
     def __init__(
         self,
@@ -78,7 +77,9 @@ class MixedPrecision(Callback):
         **kwargs: Any,  # the other settings of `LossScaler` and `with_masters`
     ):
         vars(self)["learn"] = None
-        names = inspect.signature(LossScaler).parameters.keys() - set(_GIVEN)
+        for name in kwargs.keys() - inspect.signature(MixedPrecision.__init__).parameters.keys():
+            raise TypeError(f"MixedPrecision() has no setting {name!r}: see its help")
+        names = inspect.signature(LossScaler).parameters.keys()
         settings = {k: kwargs.pop(k) for k in names & kwargs.keys()}
         policy = Policy(dtype, flat_master, **kwargs)  # pyright: ignore
         if policy.half_grads and layer_scales is not None:
@@ -87,7 +88,7 @@ class MixedPrecision(Callback):
         if policy.dtype != torch.float16:  # scale settings are checked anyway
             scaler = guard_of(policy, max_skips=scaler.max_skips)
         self.mixed = MixedTraining(policy, scaler, layer_scales)
-        self._last_loss: Any = None  # the previous batch's loss
+        self._last_loss: Any = None  # the last finite one
         self._suspects: list[tuple] = []  # the last skipped batch, and those that may be skipped
 
     def _join(self, learn):
@@ -164,14 +165,18 @@ class MixedPrecision(Callback):
         self.learn.loss_grad = self.mixed.scaler.scale(self.loss_grad)
 
     def after_backward(self) -> None:
-        "Show the previous loss if only this batch overflowed."
-        loss, last, self._last_loss = self.loss.detach(), self._last_loss, self.loss.detach()
-        is_shown = not self.mixed.scaler.is_enabled() or self._is_searching()
+        "Show the last finite loss if this one is inf or nan, which would spoil all averages."
+        loss, last = self.loss.detach(), self._last_loss
+        takes_turns = "gan_trainer" in vars(self.learn)  # with the losses of two networks
+        is_shown = not self.mixed.scaler.is_enabled() or self._is_searching() or takes_turns
         if not is_shown and last is not None and last.shape == loss.shape:
-            self.learn.loss = torch.where(loss.isfinite(), loss, last)
+            self.learn.loss = loss = torch.where(loss.isfinite(), loss, last)
+        self._last_loss = loss
 
     def before_step(self) -> None:
         "Unscale and check the gradients; skip the step if any is inf or nan."
+        if any(cb.order > self.order and hasattr(type(cb), "before_step") for cb in self.learn.cbs):
+            self.mixed.scaler.unscale_(self.mixed.opt.core)  # half gradients, too
         found = self.mixed.opt.look()
         if found is not False:
             batch, scaler = (self.xb, self.yb), self.mixed.scaler
@@ -200,8 +205,7 @@ class MixedPrecision(Callback):
             if self._is_searching():
                 raise CancelFitException from None  # no scale helps at this learning rate
             try:
-                found = self.find_overflow()
-                found = found or "Not reproduced: the last batch is finite when it is run again"
+                found = self.find_overflow() or "Not reproduced: run again, the batch is finite"
             except Exception as e:  # a model that cannot be copied, or a loss that counts its calls
                 found = f"The search for the first one failed: {type(e).__name__}: {e}"
             raise MixedPrecisionError(f"{e}\n{found}") from None

@@ -90,10 +90,13 @@ def with_masters(
             f"the model already has masters with other settings, {masters.policy}: call "
             "opt.masters.restore() first, or pass the same settings"
         )
+    steps: list[MasterStep] = []
     try:
         for opt in optimizers:
-            MasterStep(opt, masters)
+            steps.append(MasterStep(opt, masters))
     except Exception:
+        for step in steps:
+            step.remove()
         if is_new:
             masters.restore()
         raise

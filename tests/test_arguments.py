@@ -43,7 +43,7 @@ def test_to_bf16_takes_only_what_it_uses(name):
 @pytest.mark.parametrize("name", ["init_scale", "layers", "device", "remainders"])
 def test_an_unknown_setting_of_a_learner_is_named(name):
     for make in (MixedPrecision, make_learner().to_fp16):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        with pytest.raises(TypeError, match=f"has no setting '{name}'"):
             make(**{name: 512.0})
 
 
@@ -54,6 +54,16 @@ def test_every_setting_of_with_masters_is_in_the_signature(make):
     shared = {k: p.default for k, p in given.items() if p.kind == p.KEYWORD_ONLY}
     assert shared.pop("dtype") == torch.bfloat16
     assert "kwargs" not in own and shared == {k: own[k].default for k in shared}
+
+
+def test_optimizers_before_a_refused_one_stay_as_they_were():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, second = (torch.optim.SGD(m.parameters(), 0.1) for m in model)
+    how = dict(flat_master=True, half_grads=True)
+    with_masters(model, first, **how)
+    with pytest.raises(MixedPrecisionError, match="stepped in chunks"):
+        with_masters(model, second, torch.optim.Adafactor(model.parameters()), **how)
+    assert "masters" not in vars(second) and len(first.masters.steps) == 1
 
 
 def test_errors_name_parameters_as_the_model_does():

@@ -116,13 +116,3 @@ def test_all_images_are_predicted_and_shown():
         probs, targets = learn.get_preds(ds_idx=0)
         learn.show_results(max_n=2)
     assert probs.shape == (64, 2) and targets.tolist() == [0] * 32 + [1] * 32
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_are_made_for_the_device():
-    part = torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.arange(8) % 2
-    dls = image_dls(part, part, ["a", "b"], bs=4, device="cuda")
-    for dl in dls:
-        x, y = dl.one_batch()
-        assert x.device.type == y.device.type == "cuda"
-    assert dls.to("cpu").train.one_batch()[0].device.type == "cpu"

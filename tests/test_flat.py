@@ -323,3 +323,32 @@ def test_gradients_are_freed_when_they_are_cleared_also_after_a_skip(factor):
     grads = [weakref.ref(p.grad) for p in model.parameters()]
     opt.zero_grad()
     assert not any(ref() is not None for ref in grads)
+
+
+def copied(model, opt):
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def shared(model, opt):
+    model.share_memory()
+
+
+def restarted(model, opt):
+    for state in opt.state.values():
+        state.update(exp_avg=torch.zeros_like(state["exp_avg"]), step=torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("between", [copied, shared, restarted])
+def test_changes_between_steps_have_the_same_effect_as_without_vectors(between):
+    ends = []
+    for flat in (False, True):
+        model = Net()
+        model, opt = with_masters(model, optim.AdamW(model.parameters()), flat_master=flat)
+        for _ in range(3):
+            model(X).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            between(model, opt)
+        ends.append((dict(model.state_dict()), opt.state_dict()["state"]))
+    assert_same(*ends)

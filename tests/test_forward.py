@@ -61,9 +61,6 @@ def encoder():
     return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
 
 
-# What goes in and comes out
-
-
 @dataclass
 class Output:
     logits: torch.Tensor
@@ -219,9 +216,6 @@ def test_a_norm_returns_the_dtype_it_is_given(kept, norm, is_recomputed, dtype):
         assert x.dtype == y.dtype == (FULL if is_full else dtype)
         torch.testing.assert_close(y.float(), norm(x.detach().float()), **NEAR[y.dtype])
     assert all(p.grad is not None for p in model.parameters())
-
-
-# What a CPU computes in float32 for a 16-bit model
 
 
 class Spy(TorchDispatchMode):

@@ -13,10 +13,13 @@ from functools import partial
 import pytest
 import torch
 from fastai.basics import DataLoaders, Learner
+from fastai.callback.training import GradientClip
 from fastai.optimizer import SGD as FastaiSGD
 from fastai.optimizer import OptimWrapper
 from laws import read_late
 from nets import Counter
+from tiny import Do
+from tiny import make_learner as conv_learner
 from torch import nn
 from torch.amp import GradScaler
 
@@ -230,6 +233,31 @@ def test_a_skip_restores_statistics_of_before_the_first_pass(norm, run):
         opt.step()
     assert opt.masters.n_skipped == 1
     assert_same(dict(model.state_dict()), before)
+
+
+def test_a_skip_restores_buffers_below_modules_that_are_empty_or_compiled():
+    class Empty(nn.Sequential):
+        def __len__(self):
+            return 0
+
+    model = nn.Sequential(Empty(nn.BatchNorm1d(4)), nn.Linear(4, 1))
+    model[1] = torch.compile(model[1], backend="eager")
+    model, opt = with_masters(model, SGD(model.parameters(), 0.1))
+    before = copy.deepcopy(dict(model.state_dict()))
+    model(X * NAN).sum().backward()
+    opt.step()
+    assert_same(dict(model.state_dict()), before)
+
+
+def test_a_learner_clips_true_gradients_also_half_ones_and_averages_finite_losses():
+    moved, spoil = [], [Do("before_batch", lambda learn: learn.xb[0].fill_(NAN), i) for i in (1, 2)]
+    for settings in ({}, dict(half_grads=True)):
+        learn = conv_learner()
+        start = nn.utils.parameters_to_vector(learn.model.parameters()).clone()
+        learn.to_fp16(flat_master=True, **settings).fit(1, 0.1, cbs=[GradientClip(0.1), *spoil])
+        assert learn.mp_cb.n_skipped == 2 and learn.recorder.smooth_loss.value.isfinite()
+        moved.append(nn.utils.parameters_to_vector(learn.model.parameters()) - start)
+    assert (moved[1] - moved[0]).norm() < 0.1 * moved[0].norm()
 
 
 def test_a_skip_leaves_buffers_on_the_device_that_the_model_was_moved_to():

@@ -29,9 +29,6 @@ def images(size=32):
     return (torch.randn(2, 3, size, size),)
 
 
-# Each entry makes a model, its arguments and its keyword arguments
-
-
 def of_torchvision(name, **how):
     models = pytest.importorskip("torchvision").models
     return getattr(models, name)(num_classes=5, **how), images(), {}

@@ -327,9 +327,7 @@ REFUSED = {  # how the file is made, settings of the learner, the message
     "another optimizer": (_whole, dict(opt="torch_adamw"), "number of parameters differ"),
     "other groups": (_whole, dict(split=three_groups), "group 1, group 2 differ"),
     "not a dict": _put("opt", 3),
-    "a rank": _put("opt/checkpoint/ranks", [{}]),
     "a random state": _put("opt/checkpoint/ranks/0/random/torch", torch.ones(2)),
-    "another random state": _put("opt/checkpoint/ranks/0/random/python", [1, 2]),
     "a scale": _put("opt/loss_scale", {"scale": -1.0}),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from notebooks import ROOT
 
-LINES, CODE, MODULES, FUNCTION = 6880, 4900, 29, 60  # all lines of all modules
+LINES, CODE, MODULES, FUNCTION = 6890, 4900, 29, 60  # all lines of all modules
 TEST_LINES, SCRIPT_LINES = 11500, 3730  # bench and tools
 BANNED = re.compile(r"_getframe|f_locals|inspect\.stack|\bexec\(")
 

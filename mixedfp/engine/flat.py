@@ -239,7 +239,8 @@ class Shadow:
 def plan_runs(core: Any, masters: Masters) -> list[Run]:  # of the optimizer's step
     "Return the runs of a step; nothing is changed. Waits for a GPU: its states' numbers."
     lists = param_lists(core)
-    groups = {p: k for k, ps in enumerate(lists) for p in ps if _is_dense(p.grad)}
+    groups = {p: k for k, ps in enumerate(lists) for p in ps if p.grad is not None}
+    groups = {p: k for p, k in groups.items() if p.grad.layout is torch.strided}
     states = {p: core.state.get(p) or {} for p in groups}
     values = _read_numbers(states.values())
     runs: list[Run] = []
@@ -257,10 +258,6 @@ def plan_runs(core: Any, masters: Masters) -> list[Run]:  # of the optimizer's s
                 is_gathered = shared[-1] is None
                 runs.append(Run(shared[0], v, list(params), dict(shared[1]), is_gathered))
     return runs
-
-
-def _is_dense(grad):
-    return grad is not None and grad.layout is torch.strided
 
 
 SMALL = 2**16  # numbers: it takes less time to gather small gradients than to step each
@@ -375,8 +372,10 @@ class ChunkLoop:
 
     def _objects(self):
         "Return what a plan is made for, to be compared by identity."
-        params = chain(*param_lists(self.core))
-        return [*params, *self.core.state.values(), *self.masters.vectors]
+        names = {k for run in self.runs for k in run.chunks[0].views}
+        states = self.core.state.values()
+        views = (state.get(k) for state in states for k in names)
+        return [*chain(*param_lists(self.core)), *states, *views, *self.masters.vectors]
 
     def _take_plan(self):
         "Plan the step: move the states of its runs into vectors, and cut them into chunks."
@@ -384,6 +383,8 @@ class ChunkLoop:
         self.stepped = [p for run in self.runs for p in run.params]
         placed, lists = set(self.stepped), param_lists(self.core)
         self.loose = [[p for p in ps if p.grad is not None and p not in placed] for ps in lists]
+        for state in filter(None, map(self.core.state.get, chain(*self.loose))):
+            state.update({k: _copied(v) for k, v in state.items()})  # a run shared its step count
         self.states = {k: v for k, v in self.states.items() if k[0] in self.masters.vectors}
         steps = [int(run.numbers["step"]) for run in self.runs if "step" in run.numbers]
         self.n_steps, self.calls, n_left = max(steps, default=self.n_steps), [], 0

@@ -99,7 +99,7 @@ class BufferSnapshot:
         pairs = defaultdict(dict)  # by device and dtype, to copy many at once
         found = [self.model]  # not `modules()`, which spends most of its time on names
         for m in found:
-            found += filter(None, m._modules.values()) if m._modules else ()
+            found += [part for part in m._modules.values() if part is not None]
             for k, b in m._buffers.items():
                 was, _, saved = known = self.kept.get((m, k), (None, None, None))
                 if b is None:
