@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache, partial
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -372,9 +372,9 @@ class ChunkLoop:
 
     def _objects(self):
         "Return what a plan is made for, to be compared by identity."
-        names = {k for run in self.runs for k in run.chunks[0].views}
+        names = dict.fromkeys(k for run in self.runs for k in run.chunks[0].views)
         states = self.core.state.values()
-        views = (state.get(k) for state in states for k in names)
+        views = chain(*(map(dict.get, states, repeat(k)) for k in names))
         return [*chain(*param_lists(self.core)), *states, *views, *self.masters.vectors]
 
     def _take_plan(self):

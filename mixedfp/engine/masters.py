@@ -99,7 +99,7 @@ class BufferSnapshot:
         pairs = defaultdict(dict)  # by device and dtype, to copy many at once
         found = [self.model]  # not `modules()`, which spends most of its time on names
         for m in found:
-            found += [part for part in m._modules.values() if part is not None]
+            found += [c for c in m._modules.values() if c is not None] if m._modules else ()
             for k, b in m._buffers.items():
                 was, _, saved = known = self.kept.get((m, k), (None, None, None))
                 if b is None:
